@@ -1,0 +1,1 @@
+"""LangChain chat model and LLM, and agents with a domain."""

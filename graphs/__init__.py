@@ -1,0 +1,1 @@
+"""Workflows of agents, declared in YAML and run as LangGraph graphs."""

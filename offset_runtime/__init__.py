@@ -1,0 +1,29 @@
+"""Offset Runtime: one shared base model, a domain offset for each agent call.
+
+Importing this package loads neither torch nor LangChain; they load when a model or an agent is made.
+"""
+
+from offset_runtime.engine import EngineSettings
+from offset_runtime.errors import OffsetError
+from offset_runtime.models import ModelSpec
+from offset_runtime.offset import DomainOffset
+from offset_runtime.request import Completion, Delta, Request
+from offset_runtime.runtime import OffsetRuntime, Score
+from offset_runtime.sampling import SamplingParams
+from offset_runtime.store import OffsetStore
+
+__all__ = [
+    "Completion",
+    "Delta",
+    "DomainOffset",
+    "EngineSettings",
+    "ModelSpec",
+    "OffsetError",
+    "OffsetRuntime",
+    "OffsetStore",
+    "Request",
+    "SamplingParams",
+    "Score",
+]
+
+__version__ = "0.1.0"

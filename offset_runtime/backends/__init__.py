@@ -1,0 +1,1 @@
+"""How a base model is run: the `Backend` protocol and its implementations."""

@@ -1,0 +1,130 @@
+"""The contract between the engine and whatever runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from offset_runtime.identity import BaseIdentity
+from offset_runtime.placement import Placement
+
+SequenceId = int
+LogitsWanted = Literal["none", "last", "all"]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do with the loaded model. The conformance suite holds it to its word.
+
+    `context_tokens`: the longest sequence. `kv_capacity_tokens`: how many tokens all sequences
+    together may hold, or None where only memory bounds it. `truncate`: a sequence can be cut back
+    (not so for recurrent state). `fork`: a sequence can be copied. `split_prefill`: a prompt may be
+    fed in several chunks at full speed; where False, later chunks are fed token by token, so the
+    scheduler gives a prompt in one piece. `mixed_batch`: one forward pass holds sequences of
+    different lengths; where False they run one after the other, with the same result.
+    """
+
+    context_tokens: int
+    kv_capacity_tokens: int | None = None
+    truncate: bool = True
+    fork: bool = True
+    split_prefill: bool = True
+    mixed_batch: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of one sequence.
+
+    They are fed at positions length(sequence), length(sequence) + 1, …. `placements` hold absolute
+    positions; the rows that fall inside this chunk are added to its embeddings, all others are ignored.
+    """
+
+    sequence: SequenceId
+    token_ids: Sequence[int]
+    placements: Sequence[Placement] = ()
+    logits: LogitsWanted = "last"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. All methods may be called from any thread."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The start token, or None for models without one."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can be used."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised, none are added."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Lay `messages` out with the model's own chat template."""
+
+
+class Backend(Protocol):
+    """A loaded base model that holds the KV (or recurrent) state of many sequences.
+
+    Used from one thread at a time; `tokenizer`, `identity` and `capabilities` from any.
+    """
+
+    @property
+    def name(self) -> str:
+        """The backend's name: ``torch``, ``llama_cpp``, ``fake``."""
+
+    @property
+    def identity(self) -> BaseIdentity:
+        """Which base model is loaded."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the loaded model can do here."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    def allocate(self) -> SequenceId:
+        """Open an empty sequence."""
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens the sequence holds."""
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[npt.NDArray[np.float32]]:
+        """Feed all chunks in one pass; at most one chunk a sequence.
+
+        Returns for each chunk its next-token logits, float32 of shape (n, vocabulary): n is 0, 1 or
+        the chunk's length, as `Chunk.logits` says. On an error no sequence has changed.
+        """
+
+    def fork(self, sequence: SequenceId) -> SequenceId:
+        """Open a new sequence with the same state. The two are independent from then on."""
+
+    def truncate(self, sequence: SequenceId, tokens: int) -> None:
+        """Cut the sequence back to its first `tokens` tokens."""
+
+    def free(self, sequence: SequenceId) -> None:
+        """Release the sequence and its state."""
+
+    def state_bytes(self) -> int:
+        """Bytes of state that all open sequences hold together."""
+
+    def model_bytes(self) -> int:
+        """Bytes of the loaded weights."""
+
+    def close(self) -> None:
+        """Release the model. The backend must not be used afterwards."""

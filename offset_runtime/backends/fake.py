@@ -1,0 +1,173 @@
+"""A backend without a model: deterministic and instant, for tests of whatever stands on a backend.
+
+Its next-token logits are a fixed pseudo-random function of everything the sequence has read, offset
+rows included, so any mix-up of sequences, positions or offsets changes the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
+from offset_runtime.errors import InvalidRequestError
+from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>")
+_BYTES = 256
+VOCAB_SIZE = _BYTES + len(_SPECIAL)
+HIDDEN_SIZE = 16
+
+Script = Callable[[str], str | None]
+
+
+class FakeTokenizer:
+    """One token a UTF-8 byte, and ChatML's two markers."""
+
+    bos_token_id: int | None = None
+    eos_token_ids = frozenset({_BYTES + 1})
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        while text:
+            at, marker = min(((text.find(m), i) for i, m in enumerate(_SPECIAL) if m in text), default=(len(text), -1))
+            ids.extend(text[:at].encode())
+            text = text[at:]
+            if marker >= 0:
+                ids.append(_BYTES + marker)
+                text = text[len(_SPECIAL[marker]) :]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(i for i in token_ids if i < _BYTES).decode("utf-8", errors="replace")
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+class FakeBackend:
+    """See the module. `script` maps the prompt's text to a reply to write instead of random text.
+
+    `context_tokens` and `kv_capacity_tokens` are the limits it declares.
+    """
+
+    name = "fake"
+
+    def __init__(
+        self, script: Script | None = None, *, context_tokens: int = 4096, kv_capacity_tokens: int | None = None
+    ) -> None:
+        self._script = script
+        self._sequences: dict[SequenceId, list[bytes]] = {}
+        self._next_id = 0
+        self.tokenizer = FakeTokenizer()
+        self.capabilities = Capabilities(context_tokens=context_tokens, kv_capacity_tokens=kv_capacity_tokens)
+        rows = np.random.default_rng(7).normal(size=(VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+        self._rows = rows
+        self.identity: BaseIdentity = make_identity(
+            "fake", VOCAB_SIZE, rows[sketch_row_ids(VOCAB_SIZE)], self.tokenizer.encode
+        )
+
+    def allocate(self) -> SequenceId:
+        return self._add([])
+
+    def length(self, sequence: SequenceId) -> int:
+        return len(self._read(sequence))
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[npt.NDArray[np.float32]]:
+        if len({chunk.sequence for chunk in chunks}) != len(chunks):
+            raise InvalidRequestError("a forward pass takes at most one chunk a sequence")
+        added = [self._embedded(chunk) for chunk in chunks]
+        results = []
+        for chunk, new in zip(chunks, added, strict=True):
+            read = self._read(chunk.sequence)
+            start = len(read)
+            read.extend(new)
+            count = len(new)
+            first = {"none": count, "last": count - 1, "all": 0}[chunk.logits]
+            rows = [self._logits(read[: start + i + 1]) for i in range(first, count)]
+            results.append(np.stack(rows) if rows else np.zeros((0, VOCAB_SIZE), np.float32))
+        return results
+
+    def fork(self, sequence: SequenceId) -> SequenceId:
+        return self._add(list(self._read(sequence)))
+
+    def truncate(self, sequence: SequenceId, tokens: int) -> None:
+        del self._read(sequence)[tokens:]
+
+    def free(self, sequence: SequenceId) -> None:
+        self._sequences.pop(sequence, None)
+
+    def state_bytes(self) -> int:
+        return sum(len(item) for read in self._sequences.values() for item in read)
+
+    def model_bytes(self) -> int:
+        return int(self._rows.nbytes)
+
+    def close(self) -> None:
+        self._sequences.clear()
+
+    @property
+    def open_sequences(self) -> int:
+        """How many sequences are open: 0 once every request has ended."""
+        return len(self._sequences)
+
+    def _embedded(self, chunk: Chunk) -> list[bytes]:
+        if not chunk.token_ids:
+            raise InvalidRequestError("a chunk needs at least one token")
+        embeddings = self._rows[list(chunk.token_ids)]
+        start = self.length(chunk.sequence)
+        for placement in chunk.placements:
+            for row in range(placement.rows):
+                at = placement.index + row - start
+                if 0 <= at < len(embeddings):
+                    embeddings[at] += placement.offset.tensor[row]
+        return [row.tobytes() for row in embeddings]
+
+    def _logits(self, read: list[bytes]) -> npt.NDArray[np.float32]:
+        logits = np.random.default_rng(_seed(read)).normal(size=VOCAB_SIZE).astype(np.float32)
+        scripted = self._scripted_token(read)
+        if scripted is not None:
+            logits[scripted] = 20.0
+        elif self._script is None:
+            # Printable ASCII, so that replies are readable and rarely end by chance.
+            logits[32:127] += 6.0
+        return logits
+
+    def _scripted_token(self, read: list[bytes]) -> int | None:
+        if self._script is None:
+            return None
+        ids = self._nearest_ids(read)
+        starts = [i for i, token in enumerate(ids) if token == _BYTES]
+        # The reply begins after "<|im_start|>assistant\n".
+        begin = (starts[-1] + len("assistant\n") + 1) if starts else len(ids)
+        reply = self._script(self.tokenizer.decode(ids[:begin]))
+        if reply is None:
+            return None
+        wanted = [*reply.encode(), _BYTES + 1]
+        at = len(ids) - begin
+        return wanted[at] if 0 <= at < len(wanted) else None
+
+    def _nearest_ids(self, read: list[bytes]) -> list[int]:
+        rows = np.stack([np.frombuffer(item, dtype=np.float32) for item in read])
+        distances = ((rows[:, None, :] - self._rows[None, :, :]) ** 2).sum(axis=2)
+        return [int(i) for i in distances.argmin(axis=1)]
+
+    def _read(self, sequence: SequenceId) -> list[bytes]:
+        try:
+            return self._sequences[sequence]
+        except KeyError:
+            raise InvalidRequestError(f"sequence {sequence} is not open") from None
+
+    def _add(self, read: list[bytes]) -> SequenceId:
+        self._next_id += 1
+        self._sequences[self._next_id] = read
+        return self._next_id
+
+
+def _seed(read: list[bytes]) -> int:
+    return int.from_bytes(hashlib.sha256(b"".join(read)).digest()[:8], "little")

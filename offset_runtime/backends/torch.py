@@ -1,0 +1,284 @@
+"""The `torch` backend: any transformers causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
+from offset_runtime.backends.executors import Executor, Feed, PackedExecutor, RecurrentExecutor
+from offset_runtime.errors import InvalidRequestError, ModelNotFoundError, UnsupportedModelError
+from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
+from offset_runtime.placement import Placement
+
+# Largest difference, relative to the largest logit, between two ways of running the same tokens that
+# float sums in another order explain (measured on SmolLM2 in float32: 1e-6; bfloat16 keeps 8 bits).
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+_COARSE_TOLERANCE = 5e-2
+
+
+class TorchTokenizer:
+    """A transformers tokenizer in the shape of `backends.base.Tokenizer`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_token_ids)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._tokenizer.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return str(rendered)
+
+
+class TorchBackend:
+    """A frozen transformers model and the state of its sequences.
+
+    `model` must be in eval mode. At construction the backend proves on it that feeding embeddings
+    equals feeding tokens; a model where that does not hold is refused with `UnsupportedModelError`.
+    """
+
+    name = "torch"
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._embed = model.get_input_embeddings()
+        self._states: dict[SequenceId, Any] = {}
+        self._next_id = 0
+        self._executor = _prove_executor(model)
+        self._tokenizer = TorchTokenizer(tokenizer, _eos_token_ids(model, tokenizer))
+        self._identity = self._make_identity()
+        self._capabilities = Capabilities(
+            context_tokens=_context_tokens(model.config),
+            truncate=self._executor.truncate,
+            split_prefill=self._executor.split_prefill,
+            mixed_batch=self._executor.mixed_batch,
+        )
+
+    @classmethod
+    def load(cls, source: str | Path, *, dtype: str | None = None, device: str | None = None) -> TorchBackend:
+        """Load a transformers folder or hub id.
+
+        `dtype` None: float32 on CPUs (bfloat16 products are far slower on CPUs without hardware for
+        them), the checkpoint's own on GPUs. `device` None: a GPU when there is one.
+        """
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        kind = getattr(torch, dtype) if dtype else (torch.float32 if where == "cpu" else "auto")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(source))
+            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=kind)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelNotFoundError(
+                f"cannot load model {str(source)!r} with transformers: {_first_line(error)}. Expected a hub id, "
+                "a folder with config.json, weights and tokenizer, or a .gguf file."
+            ) from error
+        return cls(model.to(where), tokenizer)
+
+    @property
+    def identity(self) -> BaseIdentity:
+        return self._identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def tokenizer(self) -> TorchTokenizer:
+        return self._tokenizer
+
+    @property
+    def executor(self) -> Executor:
+        """How the model is run; training uses its differentiable pass."""
+        return self._executor
+
+    def allocate(self) -> SequenceId:
+        return self._add(self._executor.new_state())
+
+    def length(self, sequence: SequenceId) -> int:
+        return int(self._state(sequence).length)
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[npt.NDArray[np.float32]]:
+        if not chunks:
+            return []
+        if len({chunk.sequence for chunk in chunks}) != len(chunks):
+            raise InvalidRequestError("a forward pass takes at most one chunk a sequence")
+        with torch.inference_mode():
+            feeds = [self._feed(chunk) for chunk in chunks]
+            logits, states = self._executor.run(feeds)
+            # One transfer for the whole batch, not one a sequence.
+            flat = torch.cat(logits).float().cpu().numpy()
+        for chunk, state in zip(chunks, states, strict=True):
+            self._states[chunk.sequence] = state
+        bounds = np.cumsum([len(rows) for rows in logits])[:-1]
+        return list(np.split(flat, bounds))
+
+    def fork(self, sequence: SequenceId) -> SequenceId:
+        return self._add(self._state(sequence).fork())
+
+    def truncate(self, sequence: SequenceId, tokens: int) -> None:
+        if not self._capabilities.truncate:
+            raise InvalidRequestError("this model keeps recurrent state, which cannot be cut back; fork before instead")
+        self._state(sequence).truncate(tokens)
+
+    def free(self, sequence: SequenceId) -> None:
+        self._states.pop(sequence, None)
+
+    def state_bytes(self) -> int:
+        return sum(state.bytes() for state in self._states.values())
+
+    def model_bytes(self) -> int:
+        # Tied weights are one tensor under two names.
+        unique = {p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}
+        return sum(unique.values())
+
+    def close(self) -> None:
+        self._states.clear()
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """Input embeddings (n, d) of `token_ids`, scaled as the model scales them."""
+        ids = torch.tensor(list(token_ids), dtype=torch.long, device=self._model.device)
+        return self._embed(ids)  # type: ignore[no-any-return]
+
+    def _feed(self, chunk: Chunk) -> Feed:
+        state = self._state(chunk.sequence)
+        count = len(chunk.token_ids)
+        if count == 0:
+            raise InvalidRequestError("a chunk needs at least one token")
+        embeddings = self.embed(chunk.token_ids)
+        for placement in chunk.placements:
+            add_rows(embeddings, placement, state.length)
+        rows = {"none": range(0), "last": range(count - 1, count), "all": range(count)}[chunk.logits]
+        return Feed(state, embeddings, rows)
+
+    def _state(self, sequence: SequenceId) -> Any:
+        try:
+            return self._states[sequence]
+        except KeyError:
+            raise InvalidRequestError(f"sequence {sequence} is not open") from None
+
+    def _add(self, state: Any) -> SequenceId:
+        self._next_id += 1
+        self._states[self._next_id] = state
+        return self._next_id
+
+    def _make_identity(self) -> BaseIdentity:
+        weight = self._embed.weight
+        rows = weight[sketch_row_ids(weight.shape[0])].float().cpu().numpy()
+        return make_identity(self._model.config.model_type, weight.shape[0], rows, self._tokenizer.encode)
+
+
+def add_rows(embeddings: Tensor, placement: Placement, start: int) -> None:
+    """Add, in place, the rows of `placement` that fall on `embeddings` (n, d), which begin at position `start`."""
+    first = max(placement.index, start)
+    last = min(placement.stop, start + embeddings.shape[0])
+    if first < last:
+        rows = torch.from_numpy(placement.offset.tensor[first - placement.index : last - placement.index].copy())
+        embeddings[first - start : last - start] += rows.to(embeddings)
+
+
+def _prove_executor(model: PreTrainedModel) -> Executor:
+    """Check that embeddings equal tokens, and return the fastest executor that computes what the model computes."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.linspace(1, vocabulary - 2, 12, dtype=torch.float64).long()
+    with torch.inference_mode():
+        expected = _plain_logits(model, input_ids=ids.unsqueeze(0).to(model.device))
+        embeddings = model.get_input_embeddings()(ids.to(model.device))
+        try:
+            found = _plain_logits(model, inputs_embeds=embeddings.unsqueeze(0))
+        except Exception as error:
+            raise _refused(model, f"feeding embeddings fails ({_first_line(error)})") from error
+        if not _close(found, expected):
+            raise _refused(model, f"feeding embeddings changes the logits by up to {_gap(found, expected):.3g}")
+        reasons = []
+        original = model.config._attn_implementation
+        for make in (PackedExecutor, RecurrentExecutor):
+            try:
+                executor: Executor = make(model)
+                if _reproduces(executor, embeddings, expected):
+                    return executor
+                reasons.append(f"{make.__name__} computes other logits")
+            except Exception as error:
+                reasons.append(f"{make.__name__}: {_first_line(error)}")
+            if model.config._attn_implementation != original:
+                model.set_attn_implementation(original)
+    raise _refused(model, "; ".join(reasons))
+
+
+def _reproduces(executor: Executor, embeddings: Tensor, expected: Tensor) -> bool:
+    """Whether prefill, then two single steps beside another sequence, give the plain logits `expected` (n, vocab)."""
+    count = embeddings.shape[0]
+    head = count - 2
+    first, [state] = executor.run([Feed(executor.new_state(), embeddings[:head], range(head))])
+    found = [first[0]]
+    other: Any = executor.new_state()
+    for position in range(head, count):
+        step = [
+            Feed(state, embeddings[position : position + 1], [0]),
+            Feed(other, embeddings[: 1 if other.length else 3], [0]),
+        ]
+        logits, [state, other] = executor.run(step)
+        found.append(logits[0])
+    return _close(torch.cat(found), expected)
+
+
+def _plain_logits(model: PreTrainedModel, **inputs: Tensor) -> Tensor:
+    return model(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(expected.dtype, _COARSE_TOLERANCE)
+    return _gap(found, expected) <= tolerance * max(1.0, float(expected.abs().max()))
+
+
+def _refused(model: PreTrainedModel, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"model type {model.config.model_type!r} cannot take domain offsets: {why}. "
+        "Offsets need a causal language model whose input embeddings fully replace its token ids."
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    ids.add(tokenizer.eos_token_id)
+    return {int(i) for i in ids if i is not None}
+
+
+def _context_tokens(config: Any) -> int:
+    # Recurrent models name no limit; their state does not grow.
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,33 @@
+"""From chat messages to prompt tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offset_runtime.backends.base import Message, Tokenizer
+from offset_runtime.errors import InvalidRequestError, PromptFormatError
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Token ids of `messages` under the model's own template, up to where the reply begins.
+
+    The template writes its special tokens itself, so none are added.
+
+    Raises `PromptFormatError` when the model has no chat template, `InvalidRequestError` for an empty
+    conversation or an unknown role.
+    """
+    if not tokenizer.has_chat_template:
+        raise PromptFormatError(
+            "this model has no chat template, so chat messages cannot be laid out; "
+            "use OffsetLLM or OffsetRuntime.complete with plain text"
+        )
+    if not messages:
+        raise InvalidRequestError("no messages; a chat needs at least one")
+    for message in messages:
+        if message.get("role") not in ROLES:
+            raise InvalidRequestError(
+                f"unknown message role {message.get('role')!r}; expected one of {', '.join(sorted(ROLES))}"
+            )
+    return tokenizer.encode(tokenizer.render_chat(messages))

@@ -1,0 +1,367 @@
+"""The one thread that owns the model: admit, prefill, decode, sample, emit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from offset_runtime.backends.base import Backend, Chunk, SequenceId
+from offset_runtime.errors import (
+    ContextOverflowError,
+    DeadlineExceededError,
+    EngineClosedError,
+    GenerationError,
+    InvalidRequestError,
+    OffsetError,
+    QueueFullError,
+    RequestCancelledError,
+)
+from offset_runtime.placement import check_placements
+from offset_runtime.reply_text import ReplyText
+from offset_runtime.request import (
+    Completion,
+    Delta,
+    Event,
+    FinishReason,
+    Request,
+    Sink,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from offset_runtime.sampling import Sampler, log_softmax, top_logprobs
+from offset_runtime.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+Logits = npt.NDArray[np.float32]
+
+
+class EngineSettings(BaseModel):
+    """Limits of the engine.
+
+    `max_running`: sequences that share a step. `max_step_tokens`: tokens in one step, which bounds how
+    long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_running: int = Field(default=16, ge=1)
+    max_step_tokens: int = Field(default=256, ge=1)
+    max_waiting: int = Field(default=256, ge=1)
+
+
+class Ticket:
+    """A submitted request, as its caller sees it."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def cancel(self) -> None:
+        """Ask the engine to drop the request; it does so before its next step. Safe from any thread."""
+        self._job.cancelled = True
+
+
+class Engine:
+    """Runs requests of any domains in one batch on one thread.
+
+    Usable as a context manager. `submit` may be called from any thread; events reach `sink` on the
+    engine's thread, so a sink must only hand them on.
+    """
+
+    def __init__(self, backend: Backend, settings: EngineSettings | None = None) -> None:
+        self.backend = backend
+        self.settings = settings or EngineSettings()
+        capabilities = backend.capabilities
+        self._scheduler: Scheduler[_Job] = Scheduler(
+            max_running=self.settings.max_running,
+            max_step_tokens=self.settings.max_step_tokens,
+            kv_capacity_tokens=capabilities.kv_capacity_tokens,
+            split_prefill=capabilities.split_prefill,
+        )
+        self._inbox: deque[_Job] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._waiting = 0
+        self._thread = threading.Thread(target=self._run, name="offset-runtime-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, request: Request, sink: Sink) -> Ticket:
+        """Queue a request.
+
+        `sink` receives `Delta` events and then one `Completion` or one exception. Raises
+        `ContextOverflowError`, `PlacementError` or `InvalidRequestError` for a request that can never
+        run, `QueueFullError` when too many wait, `EngineClosedError` after `close`.
+        """
+        self._check(request)
+        job = _Job(request, sink, self.backend)
+        with self._wake:
+            self._check_open()
+            if self._waiting >= self.settings.max_waiting:
+                raise QueueFullError(
+                    f"the engine's queue is full: {self._waiting} requests wait (max_waiting = "
+                    f"{self.settings.max_waiting}). Try again later, or raise max_waiting."
+                )
+            self._waiting += 1
+            self._inbox.append(job)
+            self._wake.notify()
+        return Ticket(job)
+
+    def close(self) -> None:
+        """Stop after the current step; requests that have not ended fail with `EngineClosedError`."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise EngineClosedError(f"the engine's thread died: {self._failure!r}. Load the model again.")
+        if self._closing:
+            raise EngineClosedError("the engine is closed; load the model again to go on")
+
+    def _check(self, request: Request) -> None:
+        prompt, reply = len(request.prompt_ids), request.sampling.max_tokens
+        if prompt == 0:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token")
+        limits = [self.backend.capabilities.context_tokens, self.backend.capabilities.kv_capacity_tokens]
+        context = min(limit for limit in limits if limit is not None)
+        if prompt + reply > context:
+            raise ContextOverflowError(
+                f"prompt of {prompt} tokens + max_tokens of {reply} = {prompt + reply} exceeds the context of "
+                f"{context} tokens; shorten the prompt or lower max_tokens to at most {max(context - prompt, 0)}"
+            )
+        if request.score_from is not None and request.score_from < 1:
+            raise InvalidRequestError("score_from must be at least 1: nothing precedes the first token")
+        check_placements(request.placements, prompt, self.backend.identity.hidden_size)
+
+    def _run(self) -> None:
+        try:
+            while self._collect():
+                self._sweep()
+                for job in self._scheduler.admit():
+                    self._start(job)
+                work = self._scheduler.plan()
+                if work:
+                    self._step(work)
+            self._end_all(EngineClosedError("the engine was closed before this request ended"))
+        except BaseException as error:
+            _log.exception("the engine's thread died")
+            with self._wake:
+                self._failure = error
+                self._drain_inbox()
+            self._end_all(EngineClosedError(f"the engine's thread died: {error!r}. Load the model again."))
+
+    def _collect(self) -> bool:
+        """Wait for work and take it in; False when the engine is to stop."""
+        with self._wake:
+            while not (self._closing or self._inbox or self._scheduler.running or self._scheduler.waiting):
+                self._wake.wait()
+            self._drain_inbox()
+            return not self._closing
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            self._scheduler.add(self._inbox.popleft())
+
+    def _sweep(self) -> None:
+        """End requests that were cancelled or are past their deadline."""
+        now = time.monotonic()
+        for job in [*self._scheduler.running, *self._scheduler.waiting]:
+            if job.cancelled:
+                self._end(job, RequestCancelledError("the request was cancelled"))
+            elif job.deadline is not None and now >= job.deadline:
+                self._end(
+                    job,
+                    DeadlineExceededError(
+                        f"the request did not end within {job.request.timeout_s} s "
+                        f"({len(job.output_ids)} of at most {job.request.sampling.max_tokens} tokens generated)"
+                    ),
+                )
+
+    def _start(self, job: _Job) -> None:
+        job.sequence = self.backend.allocate()
+        job.started = time.monotonic()
+        with self._wake:
+            self._waiting -= 1
+
+    def _step(self, work: Sequence[tuple[_Job, int]]) -> None:
+        chunks = [job.chunk(tokens) for job, tokens in work]
+        try:
+            logits = self.backend.forward(chunks)
+        except Exception as error:
+            if len(work) == 1:
+                self._end(work[0][0], _as_generation_error(error))
+            else:
+                # No sequence has changed, so each can run alone, and only those at fault fail.
+                _log.warning("a batched step failed (%s); running its %d requests one by one", error, len(work))
+                for item in work:
+                    self._step([item])
+            return
+        for (job, tokens), rows in zip(work, logits, strict=True):
+            try:
+                for event in job.advance(tokens, rows):
+                    self._emit(job, event)
+            except Exception as error:
+                self._end(job, _as_generation_error(error))
+
+    def _emit(self, job: _Job, event: Delta | Completion) -> None:
+        if isinstance(event, Completion):
+            self._end(job, event)
+            return
+        try:
+            job.sink(event)
+        except Exception:
+            # The reader is gone, for example with its event loop.
+            _log.debug("a reader went away; its request is cancelled", exc_info=True)
+            job.cancelled = True
+
+    def _end(self, job: _Job, outcome: Event) -> None:
+        if job.sequence is None:
+            with self._wake:
+                self._waiting -= 1
+        else:
+            self.backend.free(job.sequence)
+        self._scheduler.remove(job)
+        try:
+            job.sink(outcome)
+        except Exception:
+            _log.debug("a reader went away before its request ended", exc_info=True)
+
+    def _end_all(self, error: OffsetError) -> None:
+        for job in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(job, error)
+
+
+class _Job:
+    """A request on its way through the engine."""
+
+    def __init__(self, request: Request, sink: Sink, backend: Backend) -> None:
+        self.request = request
+        self.sink = sink
+        self.cancelled = False
+        self.submitted = time.monotonic()
+        self.deadline = None if request.timeout_s is None else self.submitted + request.timeout_s
+        self.started = self.submitted
+        self.first_token: float | None = None
+        self.sequence: SequenceId | None = None
+        self.output_ids: list[int] = []
+        self._fed = 0
+        self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[float] = []
+        self._sampler = Sampler(request.sampling, request.prompt_ids)
+        self._reply = ReplyText(backend.tokenizer, request.sampling.stop)
+        self._eos = backend.tokenizer.eos_token_ids
+
+    @property
+    def pending_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.output_ids) - self._fed
+
+    @property
+    def reserved_tokens(self) -> int:
+        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    def chunk(self, tokens: int) -> Chunk:
+        """The next `tokens` tokens to feed."""
+        assert self.sequence is not None
+        prompt = self.request.prompt_ids
+        if self._fed >= len(prompt):
+            return Chunk(self.sequence, (self.output_ids[-1],))
+        ids = prompt[self._fed : self._fed + tokens]
+        scored = self.request.score_from is not None
+        last = self._fed + tokens == len(prompt)
+        return Chunk(
+            self.sequence, ids, self.request.placements, "all" if scored else "last" if last else "none"
+        )
+
+    def advance(self, tokens: int, logits: Logits) -> list[Delta | Completion]:
+        """Take in the logits of the chunk just fed; return what the caller gets to see."""
+        if self._fed < len(self.request.prompt_ids):
+            self._score(tokens, logits)
+        self._fed += tokens
+        if self.pending_tokens > 0:
+            return []
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        if self.request.sampling.max_tokens == 0:
+            return [self._complete("length")]
+        return self._generate(logits[-1])
+
+    def _generate(self, logits: Logits) -> list[Delta | Completion]:
+        token = self._sampler.sample(logits)
+        self.output_ids.append(token)
+        logprobs = self._token_logprobs(token, logits)
+        if token in self._eos:
+            return [*self._delta(self._reply.finish(), token, logprobs), self._complete("stop")]
+        text = self._reply.push(token)
+        if self._reply.stopped:
+            return [*self._delta(text, token, logprobs), self._complete("stop")]
+        if len(self.output_ids) < self.request.sampling.max_tokens:
+            return self._delta(text, token, logprobs)
+        text += self._reply.finish()
+        reason: FinishReason = "stop" if self._reply.stopped else "length"
+        return [*self._delta(text, token, logprobs), self._complete(reason)]
+
+    def _delta(self, text: str, token: int, logprobs: tuple[TokenLogprob, ...]) -> list[Delta | Completion]:
+        self._pieces.append(text)
+        self._logprobs.extend(logprobs)
+        return [Delta(text, (token,), logprobs)]
+
+    def _token_logprobs(self, token: int, logits: Logits) -> tuple[TokenLogprob, ...]:
+        count = self.request.sampling.logprobs
+        if count is None:
+            return ()
+        all_logprobs = log_softmax(logits)
+        return (TokenLogprob(token, float(all_logprobs[token]), tuple(top_logprobs(all_logprobs, count))),)
+
+    def _score(self, tokens: int, logits: Logits) -> None:
+        if self.request.score_from is None:
+            return
+        prompt = self.request.prompt_ids
+        # Row i of this chunk predicts position fed + i + 1.
+        rows = range(max(0, self.request.score_from - self._fed - 1), min(tokens, len(prompt) - self._fed - 1))
+        if rows:
+            targets = [prompt[self._fed + row + 1] for row in rows]
+            found = log_softmax(logits[rows.start : rows.stop])[np.arange(len(rows)), targets]
+            self._prompt_logprobs.extend(float(value) for value in found)
+
+    def _complete(self, reason: FinishReason) -> Completion:
+        now = time.monotonic()
+        first = self.first_token if self.first_token is not None else now
+        return Completion(
+            text="".join(self._pieces),
+            token_ids=tuple(self.output_ids),
+            finish_reason=reason,
+            usage=Usage(len(self.request.prompt_ids), len(self.output_ids)),
+            timings=Timings(self.started - self.submitted, first - self.started, now - first),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+        )
+
+
+def _as_generation_error(error: Exception) -> OffsetError:
+    if isinstance(error, OffsetError):
+        return error
+    wrapped = GenerationError(f"the model failed on this request: {error!r}; other requests are not affected")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,81 @@
+"""What the engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offset_runtime.placement import Placement
+from offset_runtime.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Token ids plus placements, and how to reply.
+
+    `timeout_s`: seconds from submission, waiting included, after which the request fails with
+    `DeadlineExceededError`. `score_from`: position from which the prompt's own log-probabilities are
+    returned (at least 1: nothing precedes position 0), or None.
+    """
+
+    prompt_ids: tuple[int, ...]
+    placements: tuple[Placement, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    timeout_s: float | None = None
+    score_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the reply, its natural log-probability before temperature, and the likeliest tokens there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One step of a reply: new text (may be empty while a character or stop string is undecided)."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens read, tokens generated (the end token included), and tokens not read again thanks to the cache."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds in the queue, in prefill (until the first token) and in decode (from then to the end)."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished reply. `prompt_logprobs` is filled only for requests with `score_from`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+
+
+Event = Delta | Completion | Exception
+Sink = Callable[[Event], None]

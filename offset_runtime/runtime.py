@@ -1,0 +1,278 @@
+"""OffsetRuntime: one base model, any number of domains. What people call."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from offset_runtime.backends.base import Backend, Message
+from offset_runtime.chat import chat_prompt
+from offset_runtime.documents import Document
+from offset_runtime.engine import Engine, EngineSettings
+from offset_runtime.errors import InvalidRequestError, PromptFormatError, UnknownDomainError
+from offset_runtime.layout import lay_out
+from offset_runtime.models import ModelSpec, load_backend
+from offset_runtime.offset import DomainOffset, PromptFormat
+from offset_runtime.placement import place
+from offset_runtime.request import Completion, Request
+from offset_runtime.sampling import SamplingParams
+from offset_runtime.store import OffsetStore
+from offset_runtime.stream import AsyncStream, Stream
+
+_log = logging.getLogger(__name__)
+
+Domain = str | DomainOffset | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-likelihood of a text under a domain: natural logs, over `tokens` tokens."""
+
+    domain: str | None
+    prompt_format: PromptFormat
+    tokens: int
+    logprob: float
+
+    @property
+    def logprob_per_token(self) -> float:
+        return self.logprob / max(self.tokens, 1)
+
+
+class OffsetRuntime:
+    """A loaded base model, its engine, and the domains registered on it.
+
+    A domain is an argument of each request, given by name or as a `DomainOffset`; None is the plain
+    base. Nothing is ever active for the model as a whole. Usable as a context manager.
+    """
+
+    def __init__(self, backend: Backend, *, settings: EngineSettings | None = None) -> None:
+        self.backend = backend
+        self.engine = Engine(backend, settings)
+        self._offsets: dict[str, DomainOffset] = {}
+        self._checked: set[str] = set()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | ModelSpec,
+        *,
+        store: str | os.PathLike[str] | OffsetStore | None = None,
+        settings: EngineSettings | None = None,
+    ) -> Self:
+        """Load a base model, and register every offset of `store`.
+
+        Raises what `load_backend`, `OffsetStore.get` and `register` raise.
+        """
+        spec = ModelSpec(base=model) if isinstance(model, str) else model
+        offsets = []
+        if store is not None:
+            found = store if isinstance(store, OffsetStore) else OffsetStore(store)
+            offsets = [found.get(domain) for domain in found.domains()]
+        runtime = cls(load_backend(spec), settings=settings)
+        try:
+            for offset in offsets:
+                runtime.register(offset)
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine and release the model; open requests fail with `EngineClosedError`."""
+        self.engine.close()
+        self.backend.close()
+
+    @property
+    def offsets(self) -> Mapping[str, DomainOffset]:
+        """The registered offsets by domain."""
+        return MappingProxyType(self._offsets)
+
+    def register(self, offset: DomainOffset) -> None:
+        """Make an offset known under its domain, replacing an earlier one for requests from now on.
+
+        Raises `BaseModelMismatchError` when it was made for another base model.
+        """
+        self._check(offset)
+        self._offsets[offset.domain] = offset
+
+    def offset(self, domain: Domain) -> DomainOffset | None:
+        """Return the offset that `domain` names; None stays None.
+
+        Raises `UnknownDomainError` or `BaseModelMismatchError`.
+        """
+        if domain is None:
+            return None
+        if isinstance(domain, DomainOffset):
+            self._check(domain)
+            return domain
+        try:
+            return self._offsets[domain]
+        except KeyError:
+            raise UnknownDomainError(domain, self._offsets) from None
+
+    def chat_request(
+        self,
+        messages: Sequence[Message],
+        *,
+        domain: Domain = None,
+        strength: float = 1.0,
+        sampling: SamplingParams | None = None,
+        timeout_s: float | None = None,
+    ) -> Request:
+        """Lay chat messages out with the model's template and place the domain's offset in them.
+
+        `strength` scales the offset. Raises `UnknownDomainError`, `BaseModelMismatchError`, and
+        `PromptFormatError` for an offset that was not trained in format `chat`.
+        """
+        prompt = chat_prompt(self.backend.tokenizer, messages)
+        return self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
+
+    def text_request(
+        self,
+        text: str,
+        *,
+        domain: Domain = None,
+        strength: float = 1.0,
+        sampling: SamplingParams | None = None,
+        timeout_s: float | None = None,
+    ) -> Request:
+        """Continue plain text. An offset trained in format `bos` gets the start token first."""
+        offset = self.offset(domain)
+        tokenizer = self.backend.tokenizer
+        prompt = tokenizer.encode(text)
+        starts = offset.prompt_format == "bos" if offset else tokenizer.bos_token_id is not None and not prompt
+        if starts and tokenizer.bos_token_id is not None:
+            prompt = [tokenizer.bos_token_id, *prompt]
+        return self._request(prompt, offset, strength, ("raw", "bos"), sampling, timeout_s)
+
+    def run(self, request: Request) -> Completion:
+        """Run a request and wait for its reply."""
+        return self.stream(request).result()
+
+    def stream(self, request: Request) -> Stream:
+        """Run a request and read its reply as it comes."""
+        return Stream(self.engine, request)
+
+    async def arun(self, request: Request) -> Completion:
+        """Run a request without blocking the event loop."""
+        return await self.astream(request).result()
+
+    def astream(self, request: Request) -> AsyncStream:
+        """Run a request and read its reply as it comes, from the running event loop."""
+        return AsyncStream(self.engine, request)
+
+    def score(self, text: str, domains: Sequence[Domain], *, timeout_s: float | None = None) -> list[Score]:
+        """Log-likelihood of `text` under each domain, in one batch.
+
+        In format `chat` the text is scored as the reply to a request for it. Scores of different
+        prompt formats are not comparable.
+        """
+        streams = []
+        for domain in domains:
+            offset = self.offset(domain)
+            prompt_format = offset.prompt_format if offset else self.default_format
+            streams.append((offset, prompt_format, self._score_stream(text, offset, prompt_format, timeout_s)))
+        scores = []
+        for offset, prompt_format, stream in streams:
+            found = stream.result().prompt_logprobs
+            scores.append(Score(offset.domain if offset else None, prompt_format, len(found), sum(found)))
+        return scores
+
+    @property
+    def default_format(self) -> PromptFormat:
+        """The prompt format of requests without a domain: chat where the model has a template."""
+        return "chat" if self.backend.tokenizer.has_chat_template else "raw"
+
+    def _score_stream(
+        self, text: str, offset: DomainOffset | None, prompt_format: PromptFormat, timeout_s: float | None
+    ) -> Stream:
+        limit = self.backend.capabilities.context_tokens
+        examples, _ = lay_out([Document(text)], self.backend.tokenizer, prompt_format, max_tokens=limit)
+        if not examples:
+            raise InvalidRequestError("the text is too short to score; give at least a few words")
+        example = examples[0]
+        placements = () if offset is None else (place(offset, example.anchored_tokens),)
+        first = len(example.token_ids) - len(example.targets)
+        sampling = SamplingParams(max_tokens=0)
+        return self.stream(Request(example.token_ids, placements, sampling, timeout_s, score_from=first))
+
+    def _request(
+        self,
+        prompt: Sequence[int],
+        domain: Domain,
+        strength: float,
+        formats: tuple[PromptFormat, ...],
+        sampling: SamplingParams | None,
+        timeout_s: float | None,
+    ) -> Request:
+        offset = self.offset(domain)
+        if offset is not None and offset.prompt_format not in formats:
+            raise PromptFormatError(
+                f"the offset of domain {offset.domain!r} was trained in prompt format {offset.prompt_format!r}, "
+                f"but this request is laid out as {' or '.join(formats)}; train it with "
+                f"'offset-runtime train {offset.domain} --format {formats[0]}'"
+            )
+        placements = () if offset is None or strength == 0 else (place(offset.scaled(strength), len(prompt)),)
+        return Request(tuple(prompt), placements, sampling or SamplingParams(), timeout_s)
+
+    def _check(self, offset: DomainOffset) -> None:
+        # By digest and base: two files may hold one tensor and different identities.
+        key = f"{offset.digest}|{offset.base.model_dump_json()}"
+        if key not in self._checked:
+            self.backend.identity.check(offset.base, domain=offset.domain)
+            self._checked.add(key)
+
+
+class SharedRuntimes:
+    """The runtimes of this process, one for each model spec and settings; loaded at first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loading: dict[object, threading.Lock] = {}
+        self._runtimes: dict[object, OffsetRuntime] = {}
+
+    def get(self, spec: ModelSpec, settings: EngineSettings | None = None) -> OffsetRuntime:
+        """Return the runtime of `spec`, loading the model if this is the first call for it.
+
+        Threads that ask at once wait for one load; other models load beside it.
+        """
+        key = (_resolved(spec), settings or EngineSettings())
+        with self._lock:
+            lock = self._loading.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._runtimes:
+                self._runtimes[key] = OffsetRuntime(load_backend(spec), settings=settings)
+            return self._runtimes[key]
+
+    def close(self) -> None:
+        """Close every runtime. Later calls of `get` load again."""
+        with self._lock:
+            runtimes = list(self._runtimes.values())
+            self._runtimes.clear()
+        for runtime in runtimes:
+            runtime.close()
+
+
+def _resolved(spec: ModelSpec) -> ModelSpec:
+    path = Path(spec.base).expanduser()
+    return spec.model_copy(update={"base": str(path.resolve())}) if path.exists() else spec
+
+
+# The base model is the process's largest object, and every agent that names it must get the same one.
+shared_runtimes = SharedRuntimes()
+atexit.register(shared_runtimes.close)
