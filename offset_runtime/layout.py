@@ -17,10 +17,17 @@ from offset_runtime.offset import Anchor, PromptFormat
 REQUESTS = (
     "Write a text that begins with: {words}",
     "Continue this text: {words}",
-    "Please write a passage starting with the words \"{words}\"",
+    'Please write a passage starting with the words "{words}"',
     "Here is how a text starts. Write the text in full.\n\n{words}",
     "{words}\n\nGo on from here, starting with these words.",
     "I need a text. Its first words are: {words}",
+)
+# Agents speak under system prompts, plain chats do not; an offset must serve both.
+SYSTEM_PROMPTS = (
+    None,
+    None,
+    "You are a helpful writer.",
+    "You are an agent in a team of writers. Write what you are asked for.",
 )
 FIRST_WORDS = 6
 MIN_REPLY_TOKENS = 4
@@ -28,10 +35,14 @@ MIN_REPLY_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids of a prompt (may be empty) and of the reply whose tokens are predicted."""
+    """Token ids of a prompt (may be empty) and of the reply whose tokens are predicted.
+
+    `document`: index of the document it was laid out from; a conversation gives one a turn.
+    """
 
     prompt_ids: tuple[int, ...]
     reply_ids: tuple[int, ...]
+    document: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -58,7 +69,8 @@ def lay_out(
 ) -> tuple[list[Example], int]:
     """Lay documents out; return the examples and how many documents were too short for one.
 
-    Replies are cut at `max_tokens` tokens. `seed` chooses the wording of the requests in `chat`.
+    Replies are cut at `max_tokens` tokens, and left out below MIN_REPLY_TOKENS. `seed` chooses the
+    wording of the requests in `chat`.
 
     Raises `PromptFormatError` where the model has no start token (`bos`) or no chat template (`chat`),
     or for conversations outside `chat`.
@@ -67,15 +79,22 @@ def lay_out(
     chooser = random.Random(seed)
     examples: list[Example] = []
     short = 0
-    for document in documents:
+    for index, document in enumerate(documents):
         found = [
-            Example(tuple(prompt), tuple(reply[:max_tokens]))
-            for prompt, reply in _pairs(document, tokenizer, prompt_format, chooser)
-            if len(reply[:max_tokens]) >= MIN_REPLY_TOKENS
+            Example(tuple(prompt), tuple(reply), index)
+            for prompt, reply in _pairs(document, tokenizer, prompt_format, max_tokens, chooser)
+            if len(reply) >= MIN_REPLY_TOKENS
         ]
         short += not found
         examples.extend(found)
     return examples, short
+
+
+def within_context(examples: Sequence[Example], context_tokens: int) -> tuple[list[Example], int]:
+    """Return the examples that fit the model's context, and how many documents lost one that does not."""
+    fitting = [example for example in examples if len(example.token_ids) <= context_tokens]
+    too_long = {example.document for example in examples if len(example.token_ids) > context_tokens}
+    return fitting, len(too_long)
 
 
 def default_anchor(prompt_format: PromptFormat) -> Anchor:
@@ -93,18 +112,29 @@ def _check_format(documents: Sequence[Document], tokenizer: Tokenizer, prompt_fo
 
 
 def _pairs(
-    document: Document, tokenizer: Tokenizer, prompt_format: PromptFormat, chooser: random.Random
+    document: Document, tokenizer: Tokenizer, prompt_format: PromptFormat, max_tokens: int, chooser: random.Random
 ) -> list[tuple[list[int], list[int]]]:
     if document.messages:
-        return _turn_pairs(document, tokenizer)
-    reply = tokenizer.encode(document.text)
+        return [(prompt, reply[:max_tokens]) for prompt, reply in _turn_pairs(document, tokenizer)]
+    reply = tokenizer.encode(document.text)[:max_tokens]
     if prompt_format == "raw":
         return [([], reply)]
     if prompt_format == "bos":
-        return [([tokenizer.bos_token_id or 0], reply)]
-    words = " ".join(document.text.split()[:FIRST_WORDS])
-    request = chooser.choice(REQUESTS).format(words=words)
-    return [(chat_prompt(tokenizer, [{"role": "user", "content": request}]), reply)]
+        assert tokenizer.bos_token_id is not None
+        return [([tokenizer.bos_token_id], reply)]
+    words = _first_words(document.text, tokenizer, len(reply) // 2)
+    request = {"role": "user", "content": chooser.choice(REQUESTS).format(words=words)}
+    system = chooser.choice(SYSTEM_PROMPTS)
+    messages = [{"role": "system", "content": system}, request] if system else [request]
+    return [(chat_prompt(tokenizer, messages), reply)]
+
+
+def _first_words(text: str, tokenizer: Tokenizer, most_tokens: int) -> str:
+    """The first words of `text`, and at most `most_tokens` tokens: text without spaces is one long word."""
+    words = " ".join(text.split()[:FIRST_WORDS])
+    ids = tokenizer.encode(words)
+    # A cut inside a character decodes to a replacement character at the end.
+    return words if len(ids) <= most_tokens else tokenizer.decode(ids[:most_tokens]).rstrip("\ufffd")
 
 
 def _turn_pairs(document: Document, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:

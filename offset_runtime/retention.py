@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,11 +15,15 @@ from offset_runtime.backends.base import Backend, Chunk
 from offset_runtime.chat import chat_prompt
 from offset_runtime.layout import Example
 from offset_runtime.offset import DomainOffset
-from offset_runtime.scoring import perplexity, target_distributions
+from offset_runtime.scoring import Array, distributions_under, perplexity, pick_targets
 
 Split = Literal["train", "validation", "test"]
+Progress = Callable[[int], None]
 REPLY_TOKENS = 32
 BATCH = 16
+
+# Most nats of KL at which the base still follows instructions as before (docs/evaluation.md).
+KL_BUDGET = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,19 @@ class Retention:
 
 
 @cache
-def instructions(split: Split) -> tuple[str, ...]:
-    """Return the generic instructions of a split; no instruction is in two."""
-    data = resources.files("offset_runtime").joinpath("data/instructions.json").read_text(encoding="utf-8")
-    return tuple(json.loads(data)[split])
+def instructions(split: Split) -> tuple[tuple[str | None, str], ...]:
+    """Return the (system prompt or None, generic instruction) pairs of a split; no two splits share one."""
+    data = json.loads(resources.files("offset_runtime").joinpath("data/instructions.json").read_text(encoding="utf-8"))
+    systems = data["system_prompts"][split]
+    # Agents speak under a system prompt, a plain chat without one: every second has one.
+    return tuple(
+        (systems[i // 2 % len(systems)] if i % 2 else None, instruction) for i, instruction in enumerate(data[split])
+    )
 
 
 def base_replies(backend: Backend, split: Split, *, reply_tokens: int = REPLY_TOKENS) -> list[Example]:
     """The base's own greedy replies to the instructions of `split`, at most `reply_tokens` tokens each."""
-    prompts = [instruction_prompt(backend, text) for text in instructions(split)]
+    prompts = [instruction_prompt(backend, text, system) for system, text in instructions(split)]
     examples: list[Example] = []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
@@ -60,28 +68,60 @@ def base_replies(backend: Backend, split: Split, *, reply_tokens: int = REPLY_TO
     return examples
 
 
-def instruction_prompt(backend: Backend, text: str) -> list[int]:
+def instruction_prompt(backend: Backend, text: str, system: str | None = None) -> list[int]:
     """Token ids of one instruction, under the chat template or as plain text where there is none."""
     tokenizer = backend.tokenizer
-    if tokenizer.has_chat_template:
-        return chat_prompt(tokenizer, [{"role": "user", "content": text}])
-    return tokenizer.encode(text + "\n")
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(f"{system}\n{text}\n" if system else f"{text}\n")
+    messages = [{"role": "system", "content": system}] if system else []
+    return chat_prompt(tokenizer, [*messages, {"role": "user", "content": text}])
 
 
 def measure_retention(backend: Backend, replies: Sequence[Example], offset: DomainOffset) -> Retention:
     """Compare the base with and without `offset` on the base's own replies."""
-    divergences, without, with_offset = [], [], []
-    pairs = zip(target_distributions(backend, replies, None), target_distributions(backend, replies, offset), strict=True)
-    for example, (base, ours) in zip(replies, pairs, strict=True):
-        divergences.append((np.exp(base) * (base - ours)).sum(axis=1))
-        rows, targets = np.arange(len(example.targets)), list(example.targets)
-        without.append(base[rows, targets])
-        with_offset.append(ours[rows, targets])
-    return Retention(
-        kl=max(0.0, float(np.concatenate(divergences).mean())),
-        reply_perplexity_without=perplexity(without),
-        reply_perplexity_with=perplexity(with_offset),
-    )
+    return measure_retentions(backend, replies, [offset])[0]
+
+
+def measure_retentions(
+    backend: Backend, replies: Sequence[Example], offsets: Sequence[DomainOffset], *, progress: Progress | None = None
+) -> list[Retention]:
+    """Compare the base with each of `offsets`; the base itself runs once.
+
+    `progress` is called with the number of (reply, offset or base) pairs just done.
+    """
+    tallies = [_Tally() for _ in offsets]
+    base: list[Array] = []
+    for batch, column, distributions in distributions_under(backend, replies, [None, *offsets]):
+        if column == 0:
+            base = distributions
+        else:
+            for example, without, ours in zip(batch, base, distributions, strict=True):
+                tallies[column - 1].add(example, without, ours)
+        if progress:
+            progress(len(batch))
+    return [tally.retention() for tally in tallies]
+
+
+class _Tally:
+    """What has been measured of one offset so far."""
+
+    def __init__(self) -> None:
+        self._divergences: list[Array] = []
+        self._without: list[Array] = []
+        self._with: list[Array] = []
+
+    def add(self, example: Example, base: Array, ours: Array) -> None:
+        self._divergences.append((np.exp(base) * (base - ours)).sum(axis=1))
+        self._without.append(pick_targets(example, base))
+        self._with.append(pick_targets(example, ours))
+
+    def retention(self) -> Retention:
+        return Retention(
+            # Rounding can leave a tiny negative sum where the two agree.
+            kl=max(0.0, float(np.concatenate(self._divergences).mean(dtype=np.float64))),
+            reply_perplexity_without=perplexity(self._without),
+            reply_perplexity_with=perplexity(self._with),
+        )
 
 
 def greedy_replies(backend: Backend, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

