@@ -1,1 +1,7 @@
 """LangChain chat model and LLM, and agents with a domain."""
+
+from offset_runtime.agents.chat_model import ChatOffset
+from offset_runtime.agents.llm import OffsetLLM
+from offset_runtime.agents.node import agent_node
+
+__all__ = ["ChatOffset", "OffsetLLM", "agent_node"]

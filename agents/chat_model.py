@@ -1,0 +1,217 @@
+"""ChatOffset: a LangChain chat model with a domain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, cast
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
+from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.language_models.model_profile import ModelProfile
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, LLMResult
+from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import get_config_list
+
+from offset_runtime.agents.connection import Connection
+from offset_runtime.agents.messages import template_messages
+from offset_runtime.agents.reply import Provenance, logprobs_metadata, usage_metadata
+from offset_runtime.agents.submission import aopen_stream, open_stream
+from offset_runtime.request import Completion, Delta, Request
+from offset_runtime.runtime import OffsetRuntime
+
+
+class _Prepared(NamedTuple):
+    runtime: OffsetRuntime
+    request: Request
+    provenance: Provenance
+    max_retries: int
+
+    def result(self, completion: Completion) -> ChatResult:
+        metadata = self.provenance.metadata(completion)
+        metadata |= logprobs_metadata(self.runtime.backend.tokenizer, completion.logprobs)
+        message = AIMessage(
+            content=completion.text, response_metadata=metadata, usage_metadata=usage_metadata(completion)
+        )
+        return ChatResult(
+            generations=[ChatGeneration(message=message, generation_info={"finish_reason": completion.finish_reason})]
+        )
+
+    def chunk(self, delta: Delta) -> ChatGenerationChunk | None:
+        """A chunk for new text or log-probabilities; None while a stop string or a character is undecided."""
+        metadata = logprobs_metadata(self.runtime.backend.tokenizer, delta.logprobs)
+        if not delta.text and not metadata:
+            return None
+        return ChatGenerationChunk(message=AIMessageChunk(content=delta.text, response_metadata=metadata))
+
+    def last_chunk(self, completion: Completion) -> ChatGenerationChunk:
+        """Usage and provenance. On this chunk only: merging chunks joins strings and adds numbers."""
+        message = AIMessageChunk(
+            content="",
+            response_metadata=self.provenance.metadata(completion),
+            usage_metadata=usage_metadata(completion),
+            chunk_position="last",
+        )
+        return ChatGenerationChunk(message=message, generation_info={"finish_reason": completion.finish_reason})
+
+
+class ChatOffset(Connection, BaseChatModel):
+    """A chat model on the shared base, in a domain. See `Connection` for its fields.
+
+    The domain is a field, and for_domain() gives the same model in another one. `model.bind(domain=…)`
+    works for a plain call, but whatever binds tools on the inner model drops such a binding, so give
+    agents an instance that has the domain. `stop` of a call adds to the model's own. `streaming` is
+    LangChain's: True makes invoke() stream inside, an explicit False keeps LangGraph from streaming
+    tokens; left out, tokens stream where they are asked for.
+
+    Replies carry `usage_metadata`, and in `response_metadata` the model name, finish reason, domain,
+    digest and strength of the offset, seconds per phase, and log-probabilities if wanted.
+    """
+
+    streaming: bool = False
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Run all inputs, as many at once as the engine does where `max_concurrency` does not say otherwise."""
+        configs = self._batch_configs(config, len(inputs))
+        return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """As `batch`, on the event loop."""
+        configs = self._batch_configs(config, len(inputs))
+        return await super().abatch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
+
+    async def agenerate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        await self._read_offset(kwargs)
+        return await super().agenerate(messages, stop, callbacks, **kwargs)
+
+    async def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        await self._read_offset(kwargs)
+        stream = super().astream(input, config, stop=stop, **kwargs)
+        async with aclosing(cast(Any, stream)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self.configured(kwargs)._prepare(messages, stop)
+        return call.result(open_stream(call.runtime, call.request, call.max_retries).result())
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        # Loading the base and laying out the prompt take a while, so not on the loop. The rest is awaited.
+        call = await asyncio.to_thread(self.configured(kwargs)._prepare, messages, stop)
+        stream = await aopen_stream(call.runtime, call.request, call.max_retries)
+        return call.result(await stream.result())
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self.configured(kwargs)._prepare(messages, stop)
+        stream = open_stream(call.runtime, call.request, call.max_retries)
+        try:
+            for delta in stream:
+                if chunk := call.chunk(delta):
+                    if run_manager:
+                        run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
+            assert stream.completion is not None
+            yield call.last_chunk(stream.completion)
+        finally:
+            stream.cancel()
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = await asyncio.to_thread(self.configured(kwargs)._prepare, messages, stop)
+        stream = await aopen_stream(call.runtime, call.request, call.max_retries)
+        try:
+            async for delta in stream:
+                if chunk := call.chunk(delta):
+                    if run_manager:
+                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
+            assert stream.completion is not None
+            yield call.last_chunk(stream.completion)
+        finally:
+            stream.cancel()
+
+    def _prepare(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None) -> _Prepared:
+        turns = template_messages(messages)
+        offset = self.offset()
+        runtime = self.load_runtime()
+        request = runtime.chat_request(
+            turns, domain=offset, strength=self.strength, sampling=self.sampling(stop), timeout_s=self.timeout
+        )
+        digest = None if offset is None else offset.digest
+        return _Prepared(
+            runtime, request, Provenance(self.address, self.domain, digest, self.strength), self.max_retries
+        )
+
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        # The key of LangChain's cache comes from here, so it must follow the arguments of the call.
+        return super(ChatOffset, self.configured(kwargs))._get_invocation_params(stop)
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return self.configured(kwargs)._tracing_params("chat", stop)
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        if self.runtime is None:
+            return None
+        return {"max_input_tokens": self.runtime.backend.capabilities.context_tokens}
+
+    def _batch_configs(
+        self, config: RunnableConfig | Sequence[RunnableConfig] | None, length: int
+    ) -> list[RunnableConfig]:
+        configs = get_config_list(config, length)
+        for each in configs:
+            if each.get("max_concurrency") is None:
+                each["max_concurrency"] = self.max_running
+        return configs
