@@ -1,0 +1,119 @@
+"""From a workflow to a LangGraph graph."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from langgraph.constants import END as GRAPH_END
+from langgraph.constants import START as GRAPH_START
+from langgraph.graph import MessagesState, StateGraph
+from langgraph.graph.state import CompiledStateGraph
+
+from offset_runtime.agents import ChatOffset, agent_node
+from offset_runtime.graphs.check import find_problems
+from offset_runtime.graphs.findings import raise_findings
+from offset_runtime.graphs.loader import load_workflow
+from offset_runtime.graphs.routing import edge_router, handoff_instruction, handoff_route
+from offset_runtime.graphs.schema import END, START, Agent, Edge, Workflow
+from offset_runtime.runtime import OffsetRuntime
+
+if TYPE_CHECKING:
+    from langgraph.checkpoint.base import BaseCheckpointSaver
+
+WorkflowGraph = CompiledStateGraph[MessagesState, None, MessagesState, MessagesState]
+
+_GRAPH_NAMES = {START: GRAPH_START, END: GRAPH_END}
+
+_SETTINGS = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def build_graph(
+    workflow: Workflow,
+    *,
+    checkpointer: BaseCheckpointSaver[Any] | None = None,
+    runtime: OffsetRuntime | None = None,
+) -> WorkflowGraph:
+    """Build the graph of `workflow`: a node for each agent, under its name, over ``messages``.
+
+    The base model is loaded by the first reply, not here. `runtime` runs all agents on a loaded base
+    instead of the one this process shares. Raises `WorkflowError` with everything that is wrong.
+    """
+    raise_findings(find_problems(workflow, files=False))
+    graph = StateGraph(MessagesState)
+    for name, agent in workflow.agents.items():
+        ends = tuple(_graph_name(target) for target in (*agent.handoffs, END)) if agent.handoffs else None
+        node = _node(workflow, name, agent, runtime)
+        graph.add_node(name, node, metadata={"domain": agent.domain}, destinations=ends)
+    for edge in workflow.edges:
+        _add_edge(graph, edge, workflow)
+    return graph.compile(checkpointer=checkpointer, name=workflow.name)
+
+
+def make_graph(
+    path: str | os.PathLike[str],
+    *,
+    checkpointer: BaseCheckpointSaver[Any] | None = None,
+    runtime: OffsetRuntime | None = None,
+) -> WorkflowGraph:
+    """Read a workflow file and build its graph; loads no model.
+
+    For ``langgraph.json``, write a file ``graph.py`` beside the workflow with ::
+
+        graph = make_graph(Path(__file__).with_name("workflow.yaml"))
+
+    and refer to it as ``./graph.py:graph``. A factory works too: a function there that takes a
+    ``RunnableConfig`` and returns ``make_graph(...)``. Under ``langgraph dev`` leave `checkpointer`
+    out: the server brings its own.
+
+    Raises `WorkflowError` as `load_workflow` does.
+    """
+    return build_graph(load_workflow(path), checkpointer=checkpointer, runtime=runtime)
+
+
+def chat_model(workflow: Workflow, agent: Agent, runtime: OffsetRuntime | None = None) -> ChatOffset:
+    """The chat model of one agent: the workflow's base under the agent's domain and settings."""
+    settings: dict[str, Any] = {key: getattr(agent, key) for key in _SETTINGS if getattr(agent, key) is not None}
+    if agent.stop is not None:
+        settings["stop"] = list(agent.stop)
+    if agent.timeout_s is not None:
+        settings["timeout"] = agent.timeout_s
+    if workflow.store is not None:
+        settings["store"] = workflow.store
+    model = workflow.model
+    return ChatOffset(
+        model=model.base,
+        backend=model.backend,
+        dtype=model.dtype,
+        device=model.device,
+        domain=agent.domain,
+        strength=agent.strength,
+        domains=dict(workflow.domains),
+        runtime=runtime,
+        **settings,
+    )
+
+
+def _node(workflow: Workflow, name: str, agent: Agent, runtime: OffsetRuntime | None) -> Any:
+    model = chat_model(workflow, agent, runtime)
+    if not agent.handoffs:
+        return agent_node(name, model, system_prompt=agent.system_prompt, reads=agent.reads)
+    prompt = f"{agent.system_prompt}\n\n{handoff_instruction(workflow.agents, agent.handoffs)}".lstrip()
+    route = handoff_route(name, agent.handoffs)
+    return agent_node(name, model, system_prompt=prompt, reads=agent.reads, route=route)
+
+
+def _add_edge(
+    graph: StateGraph[MessagesState, None, MessagesState, MessagesState], edge: Edge, workflow: Workflow
+) -> None:
+    sources = [_graph_name(source) for source in edge.source]
+    if edge.targets is not None:
+        ends: dict[Any, str] = {key: _graph_name(target) for key, target in edge.targets.items()}
+        graph.add_conditional_edges(sources[0], edge_router(edge, workflow.origin.folder), ends)
+        return
+    for target in edge.ends:
+        graph.add_edge(sources if len(sources) > 1 else sources[0], _graph_name(target))
+
+
+def _graph_name(name: str) -> str:
+    return _GRAPH_NAMES.get(name, name)

@@ -1,0 +1,119 @@
+"""The commands `run` and `graph`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import BaseCheckpointSaver
+
+from offset_runtime.errors import InvalidRequestError
+from offset_runtime.graphs.builder import build_graph
+from offset_runtime.graphs.check import find_model_problems, find_problems
+from offset_runtime.graphs.checkpoints import sqlite_checkpoints
+from offset_runtime.graphs.findings import raise_findings
+from offset_runtime.graphs.loader import load_workflow, read_workflow
+from offset_runtime.graphs.runner import run_workflow
+from offset_runtime.graphs.schema import Workflow
+from offset_runtime.graphs.terminal import show_events
+from offset_runtime.runtime import OffsetRuntime, shared_runtimes
+from offset_runtime.terminal import messages, output, quiet_libraries
+
+graph_app = typer.Typer(help="Check and draw workflow files.", no_args_is_help=True, add_completion=False)
+
+WorkflowPath = Annotated[Path, typer.Argument(metavar="WORKFLOW", help="Workflow file in YAML.")]
+Text = Annotated[str | None, typer.Argument(metavar="INPUT", help="What the user says. Not with --resume.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line for each event.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Keep the state in this SQLite file after each agent.")
+]
+Thread = Annotated[
+    str, typer.Option(metavar="ID", help="Conversation in the checkpoint file; it goes on where it was.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run, from --checkpoint FILE.")]
+Load = Annotated[bool, typer.Option("--load", help="Load the base model too, and check that the offsets fit it.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="A .mmd, .png, .svg or .pdf file; without it, Mermaid text."),
+]
+
+
+def run(
+    workflow: WorkflowPath,
+    text: Text = None,
+    as_json: AsJson = False,
+    checkpoint: Checkpoint = None,
+    thread: Thread = "default",
+    resume: Resume = False,
+) -> None:
+    """Run a workflow on INPUT, showing each agent's reply as it is written."""
+    _check_input(text, checkpoint, resume)
+    loaded = load_workflow(workflow)
+    config: RunnableConfig = {"configurable": {"thread_id": thread}}
+    with _checkpoints(checkpoint) as saver:
+        graph = build_graph(loaded, checkpointer=saver, runtime=_load(loaded))
+        show_events(run_workflow(graph, text, config=config), console=output(), as_json=as_json)
+
+
+@graph_app.command()
+def check(workflow: WorkflowPath, load: Load = False) -> None:
+    """Report everything that is wrong with a workflow file."""
+    loaded = load_workflow(workflow)
+    fit = ""
+    if load:
+        _load(loaded)
+        fit = f"; all offsets fit {loaded.model.base}"
+    typer.echo(
+        f"{workflow}: no problems in {len(loaded.agents)} agents, {len(loaded.domains)} domains and "
+        f"{len(loaded.edges)} edges{fit}"
+    )
+
+
+@graph_app.command()
+def draw(workflow: WorkflowPath, target: Output = None) -> None:
+    """Draw a workflow: Mermaid text on the standard output, or a picture in a file."""
+    from offset_runtime.graphs.drawing import mermaid, save_drawing
+
+    loaded = read_workflow(workflow)
+    # A drawing needs no offsets: it may be wanted before they are trained.
+    raise_findings(find_problems(loaded, files=False))
+    if target is None:
+        typer.echo(mermaid(loaded), nl=False)
+    else:
+        save_drawing(loaded, target)
+        typer.echo(f"wrote {target}")
+
+
+def _check_input(text: str | None, checkpoint: Path | None, resume: bool) -> None:
+    if resume and checkpoint is None:
+        raise InvalidRequestError("--resume needs --checkpoint FILE, the file the interrupted run was started with")
+    if resume and text is not None:
+        raise InvalidRequestError("--resume goes on with the input of the interrupted run; leave INPUT out")
+    if not resume and not (text or "").strip():
+        raise InvalidRequestError('the workflow has no input; add it after the file: run WORKFLOW "what the user says"')
+
+
+@contextlib.contextmanager
+def _checkpoints(file: Path | None) -> Iterator[BaseCheckpointSaver[str] | None]:
+    if file is None:
+        yield None
+        return
+    with sqlite_checkpoints(file) as saver:
+        try:
+            yield saver
+        except KeyboardInterrupt:
+            messages().print("to go on, run the same command with --resume in place of the input")
+            raise
+
+
+def _load(workflow: Workflow) -> OffsetRuntime:
+    """Load the base model, and check every offset on it before the first agent speaks."""
+    quiet_libraries()
+    with messages().status(f"loading {workflow.model.base}"):
+        runtime = shared_runtimes.get(workflow.model.spec())
+    raise_findings(find_model_problems(workflow, runtime))
+    return runtime

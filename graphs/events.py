@@ -1,0 +1,55 @@
+"""What happens while a workflow runs, as values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offset_runtime.request import Timings, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStarted:
+    """An agent's turn begins: its prompt is on its way to the engine."""
+
+    agent: str
+    domain: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentToken:
+    """New text of an agent's reply."""
+
+    agent: str
+    domain: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFinished:
+    """An agent's whole reply, why it ended ("stop" or "length"), its tokens and its seconds per phase."""
+
+    agent: str
+    domain: str | None
+    reply: str
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkflowFinished:
+    """The workflow reached END after `turns` turns of agents and `elapsed_s` seconds."""
+
+    turns: int
+    elapsed_s: float
+
+
+WorkflowEvent = AgentStarted | AgentToken | AgentFinished | WorkflowFinished
+
+
+def event_record(event: WorkflowEvent) -> dict[str, Any]:
+    """Return `event` as a JSON object: its fields, and its kind under ``event``, such as ``agent_token``."""
+    kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+    return {"event": kind, **asdict(event)}

@@ -1,0 +1,245 @@
+"""A running workflow on the terminal, as plain lines, or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from offset_runtime.graphs.events import (
+    AgentFinished,
+    AgentStarted,
+    AgentToken,
+    WorkflowEvent,
+    WorkflowFinished,
+    event_record,
+)
+
+_AGENT_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
+_PLAIN_WIDTH = 96
+_LIVE_HZ = 12
+# What a model writes must not steer the terminal; line feeds and tabs may stay.
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+
+
+def show_events(
+    events: Iterable[WorkflowEvent], *, console: Console | None = None, as_json: bool = False
+) -> list[AgentFinished]:
+    """Show the events of a run as they come, and return its finished turns.
+
+    On a terminal each running agent has a panel that grows, in the agent's colour; elsewhere text comes in
+    lines that begin with the agent's name. A table of the turns ends both. `as_json`: one JSON object a
+    line for each event, and nothing else.
+    """
+    console = console or Console()
+    view: _View = _JsonView(console) if as_json else _LiveView(console) if console.is_terminal else _PlainView(console)
+    turns: list[AgentFinished] = []
+    with view:
+        for event in events:
+            view.show(event)
+            if isinstance(event, AgentFinished):
+                turns.append(event)
+    if not as_json:
+        console.print(turns_table(turns))
+    return turns
+
+
+def turns_table(turns: Sequence[AgentFinished]) -> Table:
+    """A row a turn: the agent, its domain, its tokens, and seconds in queue, prefill and decode."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("agent", "domain"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("prompt\ntokens", "output\ntokens", "queue\ns", "prefill\ns", "decode\ns", "tokens\n/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("ended\nby", no_wrap=True)
+    styles = _Styles()
+    for turn in turns:
+        usage, timings = turn.usage, turn.timings
+        table.add_row(
+            Text(turn.agent, style=styles.of(turn.agent)),
+            Text(turn.domain or "-"),
+            str(usage.prompt_tokens),
+            str(usage.output_tokens),
+            f"{timings.queue_s:.2f}",
+            f"{timings.prefill_s:.2f}",
+            f"{timings.decode_s:.2f}",
+            _rate(turn),
+            turn.finish_reason,
+        )
+    return table
+
+
+class _View(Protocol):
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, event: WorkflowEvent) -> None: ...
+
+
+class _Styles:
+    """A colour for each agent, in the order they appear."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, str] = {}
+
+    def of(self, agent: str) -> str:
+        return self._agents.setdefault(agent, _AGENT_STYLES[len(self._agents) % len(_AGENT_STYLES)])
+
+
+class _LiveView:
+    """A growing panel for each running agent; finished replies scroll up above them in full."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._styles = _Styles()
+        self._running: dict[str, tuple[str | None, str]] = {}
+        self._spinner = Spinner("dots", text=Text("reading the prompt", style="dim"))
+        self._live = Live(console=console, refresh_per_second=_LIVE_HZ, transient=True, get_renderable=self._panels)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What an interrupted agent had written stays on the screen.
+        for agent, (domain, text) in self._running.items():
+            if text:
+                self._console.print(self._panel(agent, domain, _text(text), "interrupted"))
+        self._running.clear()
+        self._live.stop()
+
+    def show(self, event: WorkflowEvent) -> None:
+        match event:
+            case AgentStarted(agent, domain):
+                self._running[agent] = (domain, "")
+            case AgentToken(agent, domain, text):
+                _, so_far = self._running.get(agent, (domain, ""))
+                self._running[agent] = (domain, so_far + text)
+            case AgentFinished(agent, domain, reply):
+                self._running.pop(agent, None)
+                self._console.print(self._panel(agent, domain, _text(reply), _summary(event)))
+            case WorkflowFinished():
+                self._console.print(_closing(event))
+
+    def _panels(self) -> RenderableType:
+        # Called from the thread that refreshes, while `show` may change the dict.
+        running = list(self._running.items())
+        rows = max((self._console.height - 2) // max(len(running), 1) - 3, 1)
+        return Group(*(self._growing(agent, domain, text, rows) for agent, (domain, text) in running))
+
+    def _growing(self, agent: str, domain: str | None, text: str, rows: int) -> Panel:
+        if not text:
+            return self._panel(agent, domain, self._spinner)
+        lines = _text(text).wrap(self._console, self._console.width - 4)
+        return self._panel(agent, domain, Text("\n").join(lines[-rows:]))
+
+    def _panel(self, agent: str, domain: str | None, body: RenderableType, subtitle: str | None = None) -> Panel:
+        style = self._styles.of(agent)
+        title = Text.assemble((agent, f"bold {style}"), (f"  {domain or 'plain base'}", style))
+        under = None if subtitle is None else Text(subtitle, style="dim")
+        return Panel(body, title=title, title_align="left", subtitle=under, subtitle_align="right", border_style=style)
+
+
+class _PlainView:
+    """Lines that begin with the agent's name, so that replies written at the same time stay apart."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._styles = _Styles()
+        self._pending: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for agent in list(self._pending):
+            self._flush(agent)
+
+    def show(self, event: WorkflowEvent) -> None:
+        match event:
+            case AgentStarted(agent, domain):
+                self._write(agent, f"[{domain or 'plain base'}]")
+            case AgentToken(agent, _, text):
+                self._add(agent, text)
+            case AgentFinished(agent):
+                self._flush(agent)
+                self._write(agent, f"[{_summary(event)}]")
+            case WorkflowFinished():
+                self._console.print(_closing(event))
+
+    def _add(self, agent: str, text: str) -> None:
+        *lines, rest = (self._pending.get(agent, "") + text).split("\n")
+        while len(rest) > _PLAIN_WIDTH and " " in rest.strip():
+            cut = rest.rfind(" ", 1, _PLAIN_WIDTH)
+            cut = cut if cut > 0 else rest.index(" ", 1)
+            lines.append(rest[:cut])
+            rest = rest[cut + 1 :]
+        for line in lines:
+            self._write(agent, line)
+        self._pending[agent] = rest
+
+    def _flush(self, agent: str) -> None:
+        rest = self._pending.pop(agent, "")
+        if rest:
+            self._write(agent, rest)
+
+    def _write(self, agent: str, line: str) -> None:
+        prefix = Text(f"{agent} | ", style=self._styles.of(agent))
+        self._console.print(prefix + _text(line), soft_wrap=True)
+
+
+class _JsonView:
+    """One JSON object a line."""
+
+    def __init__(self, console: Console) -> None:
+        self._file = console.file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def show(self, event: WorkflowEvent) -> None:
+        self._file.write(json.dumps(event_record(event), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def _text(written: str) -> Text:
+    """`written` as it is: no markup, no control characters."""
+    return Text(written.translate(_CONTROLS))
+
+
+def _rate(turn: AgentFinished) -> str:
+    # The first token belongs to prefill.
+    later = turn.usage.output_tokens - 1
+    return f"{later / turn.timings.decode_s:.1f}" if later > 0 and turn.timings.decode_s > 0 else "-"
+
+
+def _summary(turn: AgentFinished) -> str:
+    rate = _rate(turn)
+    speed = "" if rate == "-" else f", {rate} tokens/s"
+    cut = "" if turn.finish_reason == "stop" else f", ended by {turn.finish_reason}"
+    return f"{turn.usage.output_tokens} tokens{speed}{cut}"
+
+
+def _closing(event: WorkflowFinished) -> Text:
+    turns = f"{event.turns} turn{'' if event.turns == 1 else 's'}"
+    return Text(f"{turns} in {event.elapsed_s:.1f} s\n", style="dim")

@@ -1,0 +1,148 @@
+"""The commands `run`, `graph check` and `graph draw`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offset_runtime.cli import app
+
+Write = Callable[[str], Path]
+
+GOOD = """
+    version: 1
+    name: newsroom
+    model: {base: fake}
+    agents:
+      writer: {max_tokens: 5}
+      editor: {max_tokens: 5}
+    edges:
+      - {source: START, target: writer}
+      - {source: writer, target: editor}
+      - {source: editor, target: END}
+"""
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Result]:
+    return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_run_shows_every_agent_and_a_table(write_workflow: Write, invoke: Callable[..., Result]) -> None:
+    result = invoke("run", write_workflow(GOOD), "hello")
+    assert result.exit_code == 0, result.output
+    assert "writer | " in result.output
+    assert "editor | " in result.output
+    assert result.output.splitlines()[-1].split()[:2] == ["editor", "-"]
+
+
+def test_run_json_prints_only_json_lines(write_workflow: Write, invoke: Callable[..., Result]) -> None:
+    result = invoke("run", write_workflow(GOOD), "hello", "--json")
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [r["agent"] for r in records if r["event"] == "agent_finished"] == ["writer", "editor"]
+    assert records[-1]["event"] == "workflow_finished"
+
+
+def test_a_checkpointed_conversation_goes_on(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    def prompt_tokens(*options: str) -> int:
+        result = invoke("run", write_workflow(GOOD), "hello", "--json", "--checkpoint", tmp_path / "c.sqlite", *options)
+        records = [json.loads(line) for line in result.stdout.splitlines()]
+        return next(int(r["usage"]["prompt_tokens"]) for r in records if r["event"] == "agent_finished")
+
+    first = prompt_tokens("--thread", "one")
+    assert prompt_tokens("--thread", "one") > first, "the second run has the first in its history"
+    assert prompt_tokens("--thread", "two") == first
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "the workflow has no input"),
+        ([" "], "the workflow has no input"),
+        (["--resume"], "--resume needs --checkpoint FILE"),
+        (["hello", "--resume", "--checkpoint", "c"], "leave INPUT out"),
+    ],
+)
+def test_inputs_that_do_not_go_together_end_with_a_message(
+    write_workflow: Write, invoke: Callable[..., Result], options: list[str], expected: str
+) -> None:
+    result = invoke("run", write_workflow(GOOD), *options)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_resuming_what_is_not_there_ends_with_a_message(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    result = invoke("run", write_workflow(GOOD), "--resume", "--checkpoint", tmp_path / "c.sqlite")
+    assert result.exit_code == 2
+    assert "nothing to resume: there is no thread 'default'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", [("run", "hello"), ("graph", "check"), ("graph", "draw")])
+def test_a_faulty_workflow_ends_with_all_its_faults_and_exit_code_2(
+    write_workflow: Write, invoke: Callable[..., Result], command: tuple[str, str]
+) -> None:
+    path = write_workflow(
+        GOOD.replace("target: editor", "target: editr").replace("editor: {max", "editor: {domain: x, max")
+    )
+    arguments = [command[0], path, command[1]] if command[0] == "run" else [*command, path]
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert f"{path}, line 6: unknown domain 'x' of agent 'editor'" in result.stderr
+    assert f"{path}, line 9: edge to unknown agent 'editr'" in result.stderr
+    assert "did you mean 'editor'?" in result.stderr
+
+
+def test_an_offset_of_another_base_stops_run_before_any_agent_speaks(
+    write_workflow: Write, invoke: Callable[..., Result], save_offset: Callable[..., Path]
+) -> None:
+    from offset_runtime.backends.fake import FakeBackend
+
+    save_offset("news", identity=FakeBackend().identity.model_copy(update={"architecture": "llama"}))
+    path = write_workflow(
+        GOOD.replace("agents:", "domains: {news: offsets/news.safetensors}\n    agents:").replace(
+            "editor: {", "editor: {domain: news, "
+        )
+    )
+    for arguments in (["run", path, "hello"], ["graph", "check", path, "--load"]):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert f"{path}, line 4: the offset of domain 'news' was made for another base model" in result.stderr
+        assert "writer" not in result.stdout
+    assert invoke("graph", "check", path).exit_code == 0, "without the base this cannot be known"
+
+
+def test_check_says_what_it_checked(write_workflow: Write, invoke: Callable[..., Result]) -> None:
+    path = write_workflow(GOOD)
+    assert invoke("graph", "check", path).output == f"{path}: no problems in 2 agents, 0 domains and 3 edges\n"
+    assert invoke("graph", "check", path, "--load").output.endswith("3 edges; all offsets fit fake\n")
+
+
+def test_draw_prints_mermaid_or_writes_a_picture(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    path = write_workflow(GOOD)
+    assert invoke("graph", "draw", path).stdout.startswith("flowchart TD\n")
+    picture = tmp_path / "w.png"
+    assert invoke("graph", "draw", path, "--output", picture).output == f"wrote {picture}\n"
+    assert picture.stat().st_size > 10_000
+
+
+def test_draw_needs_no_offsets(write_workflow: Write, invoke: Callable[..., Result]) -> None:
+    path = write_workflow(
+        GOOD.replace("agents:", "domains: {news: offsets/news.safetensors}\n    agents:").replace(
+            "editor: {", "editor: {domain: news, "
+        )
+    )
+    assert invoke("graph", "draw", path).exit_code == 0
+    result = invoke("run", path, "hello")
+    assert result.exit_code == 2
+    assert "line 4: domain 'news': no offset file at" in result.stderr
