@@ -30,4 +30,18 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
             raise InvalidRequestError(
                 f"unknown message role {message.get('role')!r}; expected one of {', '.join(sorted(ROLES))}"
             )
-    return tokenizer.encode(tokenizer.render_chat(messages))
+    try:
+        rendered = tokenizer.render_chat(messages)
+    except PromptFormatError:
+        if messages[0].get("role") != "system" or len(messages) == 1:
+            raise
+        # Some templates know no system role (Gemma's); what it says then opens the user's message.
+        rendered = tokenizer.render_chat(_system_in_user_message(messages))
+    return tokenizer.encode(rendered)
+
+
+def _system_in_user_message(messages: Sequence[Message]) -> list[Message]:
+    system, first, *rest = messages
+    if first.get("role") != "user":
+        return [{"role": "user", "content": system["content"]}, first, *rest]
+    return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]

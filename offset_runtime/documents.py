@@ -16,6 +16,9 @@ from offset_runtime.errors import DocumentError
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
 
+# Read as one text each of these would pass, and be learned with its brackets and commas.
+DATA_SUFFIXES = frozenset({".json", ".csv", ".tsv", ".xml", ".yaml", ".yml"})
+
 _log = logging.getLogger(__name__)
 
 
@@ -23,8 +26,8 @@ _log = logging.getLogger(__name__)
 class Document:
     """A text, or a conversation whose assistant turns are what is learned.
 
-    `messages` is empty for a plain text; otherwise (role, content) pairs, and `text` is the joined
-    content, which identifies duplicates.
+    `messages` is empty for a plain text; otherwise (role, content) pairs, and `text` is their joined
+    content.
     """
 
     text: str
@@ -39,21 +42,23 @@ class Documents:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def digest(self) -> str:
-        """sha256 over all texts in order, as 64 hex digits."""
+        """sha256 over all documents in order, as 64 hex digits."""
         hasher = hashlib.sha256()
         for document in self.items:
-            hasher.update(document.text.encode() + b"\0")
+            roles = ",".join(role for role, _ in document.messages)
+            hasher.update(f"{roles}\0{document.text}\0".encode())
         return hasher.hexdigest()
 
 
 def read_documents(sources: Iterable[str | os.PathLike[str]]) -> Documents:
-    """Read folders (all text files below), .jsonl files and text files.
+    """Read folders (all .jsonl and text files below, hidden ones left alone), .jsonl files and text files.
 
     A JSONL line holds ``text``, or ``messages`` (role, content), or ``prompt`` and ``completion``. A
-    text file is one document, or one a paragraph block where lines of ``---`` part it. Empty,
-    duplicated and undecodable documents are left out, counted and named in one warning.
+    text file is one document, or several where lines of ``---`` part it. Empty, duplicated and
+    undecodable documents are left out, counted and named in one warning.
 
-    Raises `DocumentError` when a source is missing, a JSONL line is malformed, or nothing is left.
+    Raises `DocumentError` when a source is missing or of another kind, a JSONL line is malformed, or
+    nothing is left.
     """
     found = Documents()
     names = [Path(source) for source in sources]
@@ -79,24 +84,35 @@ def _describe(skipped: Counter[str]) -> str:
 
 def _files(path: Path, found: Documents) -> list[Path]:
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
+        files = sorted(f for f in path.rglob("*") if f.is_file() and not _hidden(f.relative_to(path)))
         wanted = [f for f in files if f.suffix.lower() in TEXT_SUFFIXES | {".jsonl"}]
         if len(wanted) < len(files):
-            found.skipped["files that are not text"] += len(files) - len(wanted)
+            found.skipped["files of another type"] += len(files) - len(wanted)
         return wanted
     if not path.is_file():
         raise DocumentError(f"no file or folder {path}; give a folder, a .jsonl file or a text file")
+    if path.suffix.lower() in DATA_SUFFIXES:
+        raise DocumentError(
+            f"{path} holds data, not a text; write its records to a .jsonl file, one JSON object with 'text' a line"
+        )
     return [path]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_file(path: Path, found: Documents) -> list[Document]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        found.skipped["not in UTF-8"] += 1
-        return []
+        text = "\0"
     except OSError as error:
         raise DocumentError(f"cannot read {path}: {error.strerror}") from error
+    if "\0" in text:
+        # UTF-16 without a byte order mark decodes as UTF-8, with a NUL after every ASCII letter.
+        found.skipped["not in UTF-8"] += 1
+        return []
     if path.suffix.lower() == ".jsonl":
         # Only "\n" ends a JSON line: str.splitlines would also cut at U+2028 inside a string.
         lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
@@ -106,12 +122,15 @@ def _read_file(path: Path, found: Documents) -> list[Document]:
     kept = [document for document in documents if document.text.strip()]
     if len(kept) < max(len(documents), 1):
         found.skipped["empty"] += max(len(documents), 1) - len(kept)
-    return kept
+    whole = [document for document in kept if _encodable(document.text)]
+    if len(whole) < len(kept):
+        found.skipped["with half a character"] += len(kept) - len(whole)
+    return whole
 
 
 def _parts(text: str) -> list[str]:
     parts: list[list[str]] = [[]]
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.strip() == "---":
             parts.append([])
         else:
@@ -119,12 +138,22 @@ def _parts(text: str) -> list[str]:
     return ["\n".join(part) for part in parts]
 
 
+def _encodable(text: str) -> bool:
+    # JSON can spell one half of a surrogate pair, which is no character and has no bytes.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _from_json(path: Path, number: int, line: str) -> Document:
     where = f"{path}, line {number}"
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DocumentError(f"{where}: not JSON ({error.msg}); expected one JSON object a line") from error
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DocumentError(f"{where}: not JSON ({why}); expected one JSON object a line") from error
     if isinstance(record, dict):
         if isinstance(record.get("text"), str):
             return Document(record["text"])
@@ -143,7 +172,8 @@ def _turns(where: str, messages: Sequence[Any]) -> list[tuple[str, str]]:
         content = message.get("content") if isinstance(message, dict) else None
         if role not in ("system", "user", "assistant") or not isinstance(content, str):
             raise DocumentError(
-                f"{where}: every message needs a role (system, user or assistant) and a content string; found {message!r}"
+                f"{where}: every message needs a role (system, user or assistant) and a content string; "
+                f"found {message!r}"
             )
         turns.append((role, content))
     if not any(role == "assistant" and content.strip() for role, content in turns):

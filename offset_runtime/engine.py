@@ -163,13 +163,13 @@ class Engine:
                 work = self._scheduler.plan()
                 if work:
                     self._step(work)
-            self._end_all(EngineClosedError("the engine was closed before this request ended"))
+            self._end_all("the engine was closed before this request ended")
         except BaseException as error:
             _log.exception("the engine's thread died")
             with self._wake:
                 self._failure = error
                 self._drain_inbox()
-            self._end_all(EngineClosedError(f"the engine's thread died: {error!r}. Load the model again."))
+            self._end_all(f"the engine's thread died: {error!r}. Load the model again.")
 
     def _collect(self) -> bool:
         """Wait for work and take it in; False when the engine is to stop."""
@@ -199,7 +199,11 @@ class Engine:
                 )
 
     def _start(self, job: _Job) -> None:
-        job.sequence = self.backend.allocate()
+        try:
+            job.sequence = self.backend.allocate()
+        except Exception as error:
+            self._end(job, _as_generation_error(error))
+            return
         job.started = time.monotonic()
         with self._wake:
             self._waiting -= 1
@@ -236,20 +240,25 @@ class Engine:
             job.cancelled = True
 
     def _end(self, job: _Job, outcome: Event) -> None:
+        self._scheduler.remove(job)
         if job.sequence is None:
             with self._wake:
                 self._waiting -= 1
         else:
-            self.backend.free(job.sequence)
-        self._scheduler.remove(job)
+            try:
+                self.backend.free(job.sequence)
+            except Exception:
+                # The caller must get its answer, and the other requests their steps.
+                _log.exception("the state of an ended request could not be freed")
         try:
             job.sink(outcome)
         except Exception:
             _log.debug("a reader went away before its request ended", exc_info=True)
 
-    def _end_all(self, error: OffsetError) -> None:
+    def _end_all(self, why: str) -> None:
         for job in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(job, error)
+            # One error a request: threads that raise one object at once would mix its tracebacks.
+            self._end(job, EngineClosedError(why))
 
 
 class _Job:

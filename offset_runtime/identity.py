@@ -8,13 +8,14 @@ tokenised, and a sketch of some embedding rows that is compared with a tolerance
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from offset_runtime.errors import BaseModelMismatchError
 
@@ -44,10 +45,21 @@ class BaseIdentity(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     architecture: str
-    hidden_size: int
-    vocab_size: int
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
     tokenizer_digest: str
     sketch: str
+
+    @field_validator("sketch")
+    @classmethod
+    def _finite_numbers(cls, value: str) -> str:
+        try:
+            numbers = _sketch_rows(value)
+        except (binascii.Error, ValueError) as error:
+            raise ValueError("a sketch must be base64 of float16 numbers") from error
+        if numbers.size == 0 or not np.isfinite(numbers).all():
+            raise ValueError("a sketch must hold finite numbers")
+        return value
 
     def check(self, offset_base: BaseIdentity, *, domain: str) -> None:
         """Raise `BaseModelMismatchError` unless an offset made for `offset_base` fits this model."""
@@ -105,12 +117,15 @@ def canonical_architecture(name: str) -> str:
 
 def sketch_distance(left: str, right: str) -> float:
     """Relative L2 distance of two sketches (0 = equal; inf when their sizes differ)."""
-    a = np.frombuffer(base64.b64decode(left), dtype="<f2").astype(np.float32)
-    b = np.frombuffer(base64.b64decode(right), dtype="<f2").astype(np.float32)
+    a, b = _sketch_rows(left), _sketch_rows(right)
     if a.shape != b.shape:
         return float("inf")
     norm = max(float(np.linalg.norm(a)), 1e-12)
     return float(np.linalg.norm(a - b)) / norm
+
+
+def _sketch_rows(sketch: str) -> npt.NDArray[np.float32]:
+    return np.frombuffer(base64.b64decode(sketch, validate=True), dtype="<f2").astype(np.float32)
 
 
 def _short(value: object) -> str:

@@ -125,7 +125,7 @@ def _convert_gguf(path: Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
         # transformers refuses to save what it thinks is still quantised.
-        model.hf_quantizer = None
+        model.hf_quantizer = None  # type: ignore[assignment]
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(work)

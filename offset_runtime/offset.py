@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -116,11 +116,19 @@ class DomainOffset:
             raise InvalidRequestError(f"strength must be a finite number, found {strength!r}")
         if strength == 1:
             return self
-        return dataclasses.replace(self, tensor=self.tensor * np.float32(strength))
+        with np.errstate(all="ignore"):
+            # Beyond float32, and 0 times that, are not finite, which the new offset refuses.
+            tensor = self.tensor * np.float32(strength)
+        return dataclasses.replace(self, tensor=tensor)
 
     def renamed(self, domain: str) -> DomainOffset:
         """Return this offset under another domain name (the digest stays)."""
         return self if domain == self.domain else dataclasses.replace(self, domain=domain)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles are made anew: read-only views of mappings can be neither.
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _restored, (fields | {"training": dict(self.training), "metrics": dict(self.metrics)},)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DomainOffset) and self.digest == other.digest
@@ -170,12 +178,18 @@ class DomainOffset:
                 created_at=metadata["created_at"],
             )
         except ValidationError as error:
-            raise _unusable(source, f"its base-model identity is malformed ({error.error_count()} errors)") from error
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise _unusable(source, f"its base-model identity is malformed ({where}: {first['msg']})") from error
         except InvalidRequestError as error:
             raise _unusable(source, str(error)) from error
         if offset.digest != metadata["digest"]:
             raise _unusable(source, "its digest does not match its tensor, so the file was changed or damaged")
         return offset
+
+
+def _restored(fields: Mapping[str, Any]) -> DomainOffset:
+    return DomainOffset(**fields)
 
 
 def _tensor_problem(tensor: object, hidden_size: int) -> str | None:
@@ -220,7 +234,7 @@ def _read_metadata(path: Path, data: bytes) -> dict[str, str]:
         raise _unusable(path, f"it is truncated (header of {header_bytes} bytes, file of {len(data)})")
     try:
         header = json.loads(data[8 : 8 + header_bytes])
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise _unusable(path, "it is not a safetensors file (its header is not JSON)") from error
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
@@ -232,7 +246,14 @@ def _read_metadata(path: Path, data: bytes) -> dict[str, str]:
     unknown = metadata.keys() - _METADATA_KEYS
     if missing or unknown:
         raise _unusable(path, f"metadata fields missing: {sorted(missing)}, unknown: {sorted(unknown)}")
-    return {str(key): str(value) for key, value in metadata.items()}
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise _unusable(path, f"its metadata field {key!r} is no text")
+    try:
+        datetime.fromisoformat(metadata["created_at"])
+    except ValueError as error:
+        raise _unusable(path, f"its creation time {metadata['created_at']!r} is no ISO 8601 time") from error
+    return metadata
 
 
 def _read_tensor(path: Path, data: bytes) -> npt.NDArray[np.float32]:
@@ -248,7 +269,7 @@ def _read_tensor(path: Path, data: bytes) -> npt.NDArray[np.float32]:
 def _json_object(path: Path, key: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         value = json.loads(metadata[key])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise _unusable(path, f"its metadata field {key!r} is not JSON") from error
     if not isinstance(value, dict):
         raise _unusable(path, f"its metadata field {key!r} is not a JSON object")
@@ -256,20 +277,19 @@ def _json_object(path: Path, key: str, metadata: Mapping[str, str]) -> dict[str,
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            # Opened, and not made by tempfile, so that the file gets the mode the user's umask gives.
+            with temporary.open("xb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise OffsetFileError(f"cannot write offset file {path}: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise OffsetFileError(f"cannot write offset file {path}: {error.strerror}") from error
+        raise OffsetFileError(
+            f"cannot write offset file {path}: {error.strerror}; check the folder's permissions and free space"
+        ) from error

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from offset_runtime.backends.base import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# No UTF-8 character is longer than 4 bytes, so an incomplete one resolves within 4 byte tokens. A model
-# that emits broken bytes on purpose gets replacement characters after that.
-_MAX_PENDING_TOKENS = 4
+# A UTF-8 character has at most 4 bytes, so at most the last 3 tokens can belong to one that is incomplete.
+_MAX_PENDING_TOKENS = 3
 
 
 class ReplyText:
@@ -23,8 +22,9 @@ class ReplyText:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._settled = 0  # ids before this are not decoded again, but for context
-        self._read = 0  # ids whose text is already out of the decoder
+        self._context = 0  # ids from here on are decoded: those whose text is out, then the new ones
+        self._clean = 0  # ids up to here ended with a whole character
+        self._out = ""  # text of the ids from `_context` on that has left the decoder
         self._held = ""
         self.stopped = False
 
@@ -38,24 +38,38 @@ class ReplyText:
         return self._release(self._decode_new(final=True), final=True)
 
     def _decode_new(self, *, final: bool) -> str:
-        # Decoding with the tokens before keeps spaces right for tokenizers that drop a leading one.
-        before = self._tokenizer.decode(self._ids[self._settled : self._read])
-        text = self._tokenizer.decode(self._ids[self._settled :])
-        pending = len(self._ids) - self._read
-        if text.endswith(_REPLACEMENT) and not final and pending < _MAX_PENDING_TOKENS:
+        text = self._tokenizer.decode(self._ids[self._context :])
+        if final or not text.endswith(_REPLACEMENT):
+            new = text[len(self._out) :]
+            self._settle(text)
+            return new
+        # An incomplete character, or bytes that never become one: what cannot change any more goes out.
+        sure = self._tokenizer.decode(self._ids[self._context : -_MAX_PENDING_TOKENS])
+        if not (text.startswith(sure) and sure.startswith(self._out)):
             return ""
-        self._settled, self._read = self._read, len(self._ids)
-        return text[len(before) :]
+        new, self._out = sure[len(self._out) :], sure
+        return new
+
+    def _settle(self, text: str) -> None:
+        """Leave the ids so far behind, but for the last that has text: decoding the next beside it keeps spaces
+        right for tokenizers that drop a leading one."""
+        previous, self._clean = self._clean, len(self._ids)
+        last = self._tokenizer.decode(self._ids[previous:])
+        if last:
+            self._context, self._out = previous, last
+        else:
+            self._out = text
 
     def _release(self, new: str, *, final: bool) -> str:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
+            # The one that is complete first, and of those the longest, however the text is cut into tokens.
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

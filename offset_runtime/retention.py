@@ -13,6 +13,7 @@ import numpy as np
 
 from offset_runtime.backends.base import Backend, Chunk
 from offset_runtime.chat import chat_prompt
+from offset_runtime.errors import InvalidRequestError
 from offset_runtime.layout import Example
 from offset_runtime.offset import DomainOffset
 from offset_runtime.scoring import Array, distributions_under, perplexity, pick_targets
@@ -58,8 +59,15 @@ def instructions(split: Split) -> tuple[tuple[str | None, str], ...]:
 
 
 def base_replies(backend: Backend, split: Split, *, reply_tokens: int = REPLY_TOKENS) -> list[Example]:
-    """The base's own greedy replies to the instructions of `split`, at most `reply_tokens` tokens each."""
+    """The base's own greedy replies to the instructions of `split`, at most `reply_tokens` tokens each.
+
+    Instructions that fill the context are left out. Raises `InvalidRequestError` where all of them do.
+    """
     prompts = [instruction_prompt(backend, text, system) for system, text in instructions(split)]
+    context = backend.capabilities.context_tokens
+    prompts = [prompt for prompt in prompts if len(prompt) < context]
+    if not prompts:
+        raise InvalidRequestError(f"retention cannot be measured: no instruction fits the context of {context} tokens")
     examples: list[Example] = []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
@@ -125,7 +133,11 @@ class _Tally:
 
 
 def greedy_replies(backend: Backend, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy replies of the base, without offset; the token that ends a reply belongs to it."""
+    """Greedy replies of the base, without offset; the token that ends a reply belongs to it.
+
+    A reply ends with its end token, at `max_tokens` or at the end of the context.
+    """
+    context = backend.capabilities.context_tokens
     sequences = [backend.allocate() for _ in prompts]
     replies: list[list[int]] = [[] for _ in prompts]
     try:
@@ -137,7 +149,8 @@ def greedy_replies(backend: Backend, prompts: Sequence[Sequence[int]], max_token
             for i, rows in zip(active, logits, strict=True):
                 token = int(rows[0].argmax())
                 replies[i].append(token)
-                if token not in backend.tokenizer.eos_token_ids and len(replies[i]) < max_tokens:
+                limit = min(max_tokens, context - len(prompts[i]))
+                if token not in backend.tokenizer.eos_token_ids and len(replies[i]) < limit:
                     chunks[i] = Chunk(sequences[i], [token])
                     going.append(i)
             active = going

@@ -201,7 +201,8 @@ class OffsetRuntime:
     def _score_stream(
         self, text: str, offset: DomainOffset | None, prompt_format: PromptFormat, timeout_s: float | None
     ) -> Stream:
-        limit = self.backend.capabilities.context_tokens
+        # One token more than the context holds: a longer text is refused by the engine, never cut.
+        limit = self.backend.capabilities.context_tokens + 1
         examples, _ = lay_out([Document(text)], self.backend.tokenizer, prompt_format, max_tokens=limit)
         if not examples:
             raise InvalidRequestError("the text is too short to score; give at least a few words")

@@ -80,7 +80,9 @@ class Sampler:
 
     def _draw(self, logits: Logits) -> int:
         params = self.params
-        scaled = logits.astype(np.float64) / params.temperature
+        with np.errstate(over="ignore"):
+            # Relative to the best, so that a temperature near 0 gives -inf and not inf.
+            scaled = (logits.astype(np.float64) - float(logits.max())) / params.temperature
         keep = np.arange(scaled.size)
         if 0 < params.top_k < scaled.size:
             keep = np.argpartition(scaled, -params.top_k)[-params.top_k :]
@@ -107,5 +109,6 @@ def top_logprobs(logprobs: npt.NDArray[np.float32], count: int) -> list[tuple[in
     """The `count` most likely (token id, log-probability) of `logprobs` (vocabulary,), most likely first."""
     if count == 0:
         return []
+    count = min(count, logprobs.size)
     best = np.argpartition(logprobs, -count)[-count:]
     return [(int(i), float(logprobs[i])) for i in best[np.argsort(-logprobs[best], kind="stable")]]

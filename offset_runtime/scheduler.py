@@ -29,7 +29,7 @@ class Scheduler(Generic[T]):
 
     `max_running`: sequences in one step. `max_step_tokens`: tokens in one step. `kv_capacity_tokens`:
     state all running sequences may reserve, or None. `split_prefill`: whether a prompt may be cut to
-    fit the budget; otherwise it is fed whole, and alone if it exceeds the budget.
+    fit the budget; otherwise it is fed whole, and if it exceeds the budget as the only prompt of its step.
     """
 
     max_running: int
@@ -67,7 +67,8 @@ class Scheduler(Generic[T]):
             if wanted == 1:
                 continue
             given = min(wanted, budget) if self.split_prefill else wanted
-            if given < 1 or (given > budget and planned):
+            # A whole prompt beyond the budget must not wait until nothing decodes: it might never come to run.
+            if given < 1 or (given > budget and len(planned) > len(decoding)):
                 break
             planned.append((item, given))
             budget -= given

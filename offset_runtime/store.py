@@ -34,7 +34,8 @@ class OffsetStore:
         """Return the names of all domains in the store, sorted."""
         if not self.root.is_dir():
             return []
-        return sorted(path.stem for path in self.root.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+        files = (path for path in self.root.glob(f"*{SUFFIX}") if path.is_file())
+        return sorted(path.stem for path in files if not path.name.startswith("."))
 
     def get(self, domain: str) -> DomainOffset:
         """Read the offset of `domain`.

@@ -13,7 +13,8 @@ from offset_runtime.request import Completion, Delta, Event, Request
 class Stream:
     """Deltas of one reply, for threads. Iterate, then read `completion`; or call `result`.
 
-    Leaving the loop early, or dropping the stream, cancels the request.
+    Leaving the loop early, or dropping the stream, cancels the request. Each delta is read once; how the
+    reply ended, its completion or its error, is there for every later reader.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -25,12 +26,14 @@ class Stream:
         try:
             while self.completion is None:
                 event = self._events.get()
-                if isinstance(event, Exception):
-                    raise event
                 if isinstance(event, Delta):
                     yield event
-                else:
-                    self.completion = event
+                    continue
+                # It stays in the queue for whoever else reads this stream, now or later.
+                self._events.put(event)
+                if isinstance(event, Exception):
+                    raise event
+                self.completion = event
         finally:
             self.cancel()
 
@@ -64,12 +67,13 @@ class AsyncStream:
         try:
             while self.completion is None:
                 event = await self._events.get()
-                if isinstance(event, Exception):
-                    raise event
                 if isinstance(event, Delta):
                     yield event
-                else:
-                    self.completion = event
+                    continue
+                self._events.put_nowait(event)
+                if isinstance(event, Exception):
+                    raise event
+                self.completion = event
         finally:
             self.cancel()
 

@@ -7,6 +7,7 @@ instructions. The first two are the paper's; docs/evaluation.md has the figures 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -113,7 +113,8 @@ def train(
     """Train the offset of `domain` on `documents`; its `metrics` hold gain and retention.
 
     Without `validation`, up to a sixth of the documents is held back for it. The best step on the
-    validation split is kept; Ctrl-C ends training with the best so far.
+    validation split is kept. Ctrl-C ends training with the best so far (before the first step it is
+    passed on).
 
     Raises `DocumentError` when no document is long enough, `PromptFormatError` when the model cannot
     use the prompt format.
@@ -123,9 +124,7 @@ def train(
     try:
         trainer.run(progress)
     except KeyboardInterrupt:
-        if trainer.best is None:
-            raise
-        _log.warning("interrupted at step %d; the best offset so far (step %d) is kept", trainer.step, trainer.best.step)
+        trainer.keep_best_so_far()
     finally:
         trainer.objective.close()
     return trainer.offset()
@@ -169,11 +168,20 @@ class _Trainer:
         self.best: _Look | None = None
         self.step = 0
         self._base_loss = 0.0
+        self._delta = torch.zeros(settings.positions, backend.identity.hidden_size)
+
+    def keep_best_so_far(self) -> None:
+        """After an interrupt: keep the best look, or δ as it is where there was none yet."""
+        if self.best is None:
+            if self.step < 2:
+                raise KeyboardInterrupt
+            self.best = _Look(self.step, self._delta.detach().clone(), math.nan, math.nan)
+        _log.warning("interrupted at step %d; the offset of step %d is kept", self.step, self.best.step)
 
     def run(self, progress: ProgressCallback | None) -> None:
         settings, started = self._settings, time.monotonic()
         batches, retention_batches, looks = self._prepare()
-        delta = torch.zeros(settings.positions, self._backend.identity.hidden_size, requires_grad=True)
+        delta = self._delta.requires_grad_()
         adam = torch.optim.Adam([delta], lr=settings.learning_rate, betas=(0.9, 0.99))
         self._base_loss = looks.base_loss
         last, misses, first_step = None, 0, time.monotonic()
@@ -269,8 +277,6 @@ def held_out_metrics(backend: TorchBackend, offset: DomainOffset, examples: Sequ
 
 
 def _with_metrics(offset: DomainOffset, metrics: dict[str, Any]) -> DomainOffset:
-    import dataclasses
-
     return dataclasses.replace(offset, metrics=metrics)
 
 

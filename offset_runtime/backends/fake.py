@@ -97,6 +97,8 @@ class FakeBackend:
         return self._add(list(self._read(sequence)))
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
+        if not 0 <= tokens <= self.length(sequence):
+            raise InvalidRequestError(f"cannot cut a sequence of {self.length(sequence)} tokens back to {tokens}")
         del self._read(sequence)[tokens:]
 
     def free(self, sequence: SequenceId) -> None:
@@ -119,6 +121,9 @@ class FakeBackend:
     def _embedded(self, chunk: Chunk) -> list[bytes]:
         if not chunk.token_ids:
             raise InvalidRequestError("a chunk needs at least one token")
+        foreign = [token for token in chunk.token_ids if not 0 <= token < VOCAB_SIZE]
+        if foreign:
+            raise InvalidRequestError(f"token id {foreign[0]} is outside the vocabulary of {VOCAB_SIZE} tokens")
         embeddings = self._rows[list(chunk.token_ids)]
         start = self.length(chunk.sequence)
         for placement in chunk.placements:

@@ -31,8 +31,8 @@ class KeyValues(Protocol):
 class KVState:
     """The KV state of one sequence, in buffers that grow by doubling.
 
-    `extend` writes behind `length` and leaves `length` alone; `commit` moves it. A forward pass that
-    fails half-way therefore changes nothing.
+    `extend` writes behind `length` and leaves `length` alone; `advanced` returns the state that holds
+    what was written. A forward pass that fails half-way therefore changes nothing.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,15 @@ class KVState:
         all_values[:, self.length : end] = values
         return all_keys[:, :end], all_values[:, :end]
 
-    def commit(self, tokens: int) -> None:
-        self.length += tokens
+    def advanced(self, tokens: int) -> KVState:
+        """Return the state after `tokens` more tokens, in the same buffers; drop this one for it."""
+        later = KVState()
+        later.length = self.length + tokens
+        later._keys, later._values = self._keys, self._values
+        return later
 
     def truncate(self, tokens: int) -> None:
-        self.length = min(self.length, tokens)
+        self.length = tokens
 
     def fork(self) -> KVState:
         copy = KVState()
@@ -148,7 +152,9 @@ AttentionInterface.register(IMPLEMENTATION, packed_attention)
 def _check_window(module: torch.nn.Module, layer: int, sliding_window: int | None) -> None:
     # A model that only tells its mask about a window would silently attend to everything here.
     types: Sequence[str] | None = getattr(module.config, "layer_types", None)
-    if types is not None and types[layer] == "sliding_attention" and sliding_window is None:
+    configured = getattr(module.config, "sliding_window", None)
+    windowed = configured is not None if types is None else types[layer] == "sliding_attention"
+    if windowed and sliding_window is None:
         raise UnsupportedModelError("this model does not tell its attention about the sliding window")
 
 

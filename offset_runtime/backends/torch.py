@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from offset_runtime.backends import packed
 from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
 from offset_runtime.backends.executors import Executor, Feed, PackedExecutor, RecurrentExecutor
-from offset_runtime.errors import InvalidRequestError, ModelNotFoundError, UnsupportedModelError
+from offset_runtime.errors import (
+    ContextOverflowError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PromptFormatError,
+    UnsupportedModelError,
+)
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
 from offset_runtime.placement import Placement
 
@@ -33,7 +42,8 @@ class TorchTokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return self._tokenizer.bos_token_id
+        found: int | None = self._tokenizer.bos_token_id
+        return found
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -52,9 +62,15 @@ class TorchTokenizer:
         )
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise PromptFormatError(
+                f"the model's chat template refuses these messages: {error}. Roles found: "
+                f"{', '.join(str(message.get('role')) for message in messages)}; change their order or roles."
+            ) from error
         return str(rendered)
 
 
@@ -68,8 +84,9 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._model = model.eval().requires_grad_(False)
-        self._embed = model.get_input_embeddings()
+        model.train(False)
+        self.model = model.requires_grad_(False)
+        self._embed = cast(torch.nn.Embedding, model.get_input_embeddings())
         self._states: dict[SequenceId, Any] = {}
         self._next_id = 0
         self._executor = _prove_executor(model)
@@ -89,17 +106,17 @@ class TorchBackend:
         `dtype` None: float32 on CPUs (bfloat16 products are far slower on CPUs without hardware for
         them), the checkpoint's own on GPUs. `device` None: a GPU when there is one.
         """
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        kind = getattr(torch, dtype) if dtype else (torch.float32 if where == "cpu" else "auto")
+        where = _device(device)
+        kind = _dtype(dtype) if dtype else (torch.float32 if where.type == "cpu" else "auto")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source))
             model = AutoModelForCausalLM.from_pretrained(str(source), dtype=kind)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             raise ModelNotFoundError(
                 f"cannot load model {str(source)!r} with transformers: {_first_line(error)}. Expected a hub id, "
                 "a folder with config.json, weights and tokenizer, or a .gguf file."
             ) from error
-        return cls(model.to(where), tokenizer)
+        return cls(model.to(where), tokenizer)  # type: ignore[arg-type]
 
     @property
     def identity(self) -> BaseIdentity:
@@ -122,7 +139,7 @@ class TorchBackend:
         return self._add(self._executor.new_state())
 
     def length(self, sequence: SequenceId) -> int:
-        return int(self._state(sequence).length)
+        return int(self.state(sequence).length)
 
     def forward(self, chunks: Sequence[Chunk]) -> list[npt.NDArray[np.float32]]:
         if not chunks:
@@ -140,12 +157,14 @@ class TorchBackend:
         return list(np.split(flat, bounds))
 
     def fork(self, sequence: SequenceId) -> SequenceId:
-        return self._add(self._state(sequence).fork())
+        return self._add(self.state(sequence).fork())
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
         if not self._capabilities.truncate:
             raise InvalidRequestError("this model keeps recurrent state, which cannot be cut back; fork before instead")
-        self._state(sequence).truncate(tokens)
+        if not 0 <= tokens <= self.length(sequence):
+            raise InvalidRequestError(f"cannot cut a sequence of {self.length(sequence)} tokens back to {tokens}")
+        self.state(sequence).truncate(tokens)
 
     def free(self, sequence: SequenceId) -> None:
         self._states.pop(sequence, None)
@@ -155,29 +174,43 @@ class TorchBackend:
 
     def model_bytes(self) -> int:
         # Tied weights are one tensor under two names.
-        unique = {p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}
+        unique = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
         return sum(unique.values())
 
     def close(self) -> None:
         self._states.clear()
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
-        """Input embeddings (n, d) of `token_ids`, scaled as the model scales them."""
-        ids = torch.tensor(list(token_ids), dtype=torch.long, device=self._model.device)
+        """Input embeddings (n, d) of `token_ids`, scaled as the model scales them.
+
+        Raises `InvalidRequestError` for an id outside the vocabulary.
+        """
+        rows = self._embed.weight.shape[0]
+        # On a GPU a wrong id would end the process's use of the device, not this call alone.
+        foreign = [token for token in token_ids if not 0 <= token < rows]
+        if foreign:
+            raise InvalidRequestError(f"token id {foreign[0]} is outside the vocabulary of {rows} tokens")
+        ids = torch.tensor(list(token_ids), dtype=torch.long, device=self.model.device)
         return self._embed(ids)  # type: ignore[no-any-return]
 
     def _feed(self, chunk: Chunk) -> Feed:
-        state = self._state(chunk.sequence)
+        state = self.state(chunk.sequence)
         count = len(chunk.token_ids)
         if count == 0:
             raise InvalidRequestError("a chunk needs at least one token")
+        context = self._capabilities.context_tokens
+        if state.length + count > context:
+            raise ContextOverflowError(
+                f"a sequence of {state.length} tokens + {count} more exceeds the context of {context} tokens"
+            )
         embeddings = self.embed(chunk.token_ids)
         for placement in chunk.placements:
             add_rows(embeddings, placement, state.length)
         rows = {"none": range(0), "last": range(count - 1, count), "all": range(count)}[chunk.logits]
         return Feed(state, embeddings, rows)
 
-    def _state(self, sequence: SequenceId) -> Any:
+    def state(self, sequence: SequenceId) -> Any:
+        """State of an open sequence, in the executor's own form; for training."""
         try:
             return self._states[sequence]
         except KeyError:
@@ -191,7 +224,7 @@ class TorchBackend:
     def _make_identity(self) -> BaseIdentity:
         weight = self._embed.weight
         rows = weight[sketch_row_ids(weight.shape[0])].float().cpu().numpy()
-        return make_identity(self._model.config.model_type, weight.shape[0], rows, self._tokenizer.encode)
+        return make_identity(self.model.config.model_type, weight.shape[0], rows, self._tokenizer.encode)
 
 
 def add_rows(embeddings: Tensor, placement: Placement, start: int) -> None:
@@ -200,12 +233,17 @@ def add_rows(embeddings: Tensor, placement: Placement, start: int) -> None:
     last = min(placement.stop, start + embeddings.shape[0])
     if first < last:
         rows = torch.from_numpy(placement.offset.tensor[first - placement.index : last - placement.index].copy())
-        embeddings[first - start : last - start] += rows.to(embeddings)
+        # Added in the wider of the two types, so that the rows are rounded once, with the sum.
+        touched = embeddings[first - start : last - start]
+        touched.copy_(touched + rows.to(embeddings.device))
 
 
 def _prove_executor(model: PreTrainedModel) -> Executor:
     """Check that embeddings equal tokens, and return the fastest executor that computes what the model computes."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if model.config._attn_implementation == packed.IMPLEMENTATION:
+        # Another backend runs a model of the same configuration; the plain pass needs a plain attention.
+        model.set_attn_implementation("eager")
+    vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     ids = torch.linspace(1, vocabulary - 2, 12, dtype=torch.float64).long()
     with torch.inference_mode():
         expected = _plain_logits(model, input_ids=ids.unsqueeze(0).to(model.device))
@@ -214,7 +252,7 @@ def _prove_executor(model: PreTrainedModel) -> Executor:
             found = _plain_logits(model, inputs_embeds=embeddings.unsqueeze(0))
         except Exception as error:
             raise _refused(model, f"feeding embeddings fails ({_first_line(error)})") from error
-        if not _close(found, expected):
+        if not _close(found, expected, embeddings.dtype):
             raise _refused(model, f"feeding embeddings changes the logits by up to {_gap(found, expected):.3g}")
         reasons = []
         original = model.config._attn_implementation
@@ -245,7 +283,7 @@ def _reproduces(executor: Executor, embeddings: Tensor, expected: Tensor) -> boo
         ]
         logits, [state, other] = executor.run(step)
         found.append(logits[0])
-    return _close(torch.cat(found), expected)
+    return _close(torch.cat(found), expected, embeddings.dtype)
 
 
 def _plain_logits(model: PreTrainedModel, **inputs: Tensor) -> Tensor:
@@ -256,8 +294,9 @@ def _gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    tolerance = _TOLERANCE.get(expected.dtype, _COARSE_TOLERANCE)
+def _close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    # The model's own type decides: some models return float32 logits whatever they compute in.
+    tolerance = _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
     return _gap(found, expected) <= tolerance * max(1.0, float(expected.abs().max()))
 
 
@@ -277,7 +316,28 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def _context_tokens(config: Any) -> int:
     # Recurrent models name no limit; their state does not grow.
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    # "longrope" turns all keys by other angles once a sequence of the batch is longer than this: beyond it a
+    # sequence would depend on those beside it, and on how its prompt was cut.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            limit = min(limit, int(parameters.get("original_max_position_embeddings") or limit))
+    return limit
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InvalidRequestError(f"unknown device {name!r}; expected one such as 'cpu', 'cuda' or 'cuda:1'") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidRequestError(f"unknown dtype {name!r}; expected 'float32', 'bfloat16' or 'float16'")
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,267 @@
+"""The command line: ``offset-runtime``. Each command reads its options and calls the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
+
+import typer
+
+import offset_runtime
+from offset_runtime.errors import DocumentError, InvalidRequestError
+from offset_runtime.models import BackendName, ModelSpec
+from offset_runtime.store import OffsetStore
+from offset_runtime.terminal import (
+    EXIT_USER_ERROR,
+    CommandGroup,
+    output,
+    print_error,
+    print_json,
+    progress_bar,
+    quiet_libraries,
+    spinner,
+)
+
+if TYPE_CHECKING:
+    from offset_runtime.backends.base import Backend
+    from offset_runtime.documents import Documents
+    from offset_runtime.offset import DomainOffset
+
+
+class _Commands(CommandGroup):
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "run": (
+            "offset_runtime.graphs.commands:run",
+            "Run a workflow file: agents in their domains, on one base model.",
+        ),
+        "graph": ("offset_runtime.graphs.commands:graph_app", "Check and draw workflow files."),
+    }
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="offset-runtime",
+    help="One shared base model, a domain offset for each agent.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0, 1 internal error, 2 an error of the user's, 130 interrupted."""
+    app(prog_name="offset-runtime")
+
+
+def _known_backend(name: str) -> str:
+    if name not in get_args(BackendName):
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(get_args(BackendName))}")
+    return name
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offset-runtime {offset_runtime.__version__}")
+        raise typer.Exit
+
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="Base model: a packaged name (smollm2-135m), hub id, folder or .gguf."
+    ),
+]
+BackendOption = Annotated[
+    str, typer.Option(callback=_known_backend, metavar="NAME", help=f"One of {', '.join(get_args(BackendName))}.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="Where the model runs, such as cpu or cuda:0.", show_default="best")
+]
+StoreOption = Annotated[Path, typer.Option("--store", "-s", metavar="FOLDER", help="Folder of the offset files.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """One shared base model, a domain offset for each agent."""
+
+
+@app.command("eval")
+def evaluate(
+    docs: Annotated[
+        list[str],
+        typer.Option("--docs", metavar="DOMAIN=PATH", help="Held-out documents of a domain; may be repeated."),
+    ],
+    model: ModelOption,
+    store: StoreOption = Path("offsets"),
+    max_tokens: Annotated[int, typer.Option(min=4, help="Tokens a document is cut at.")] = 64,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a .png or .svg.")] = None,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure offsets on held-out documents: gain, retention, and the wrong-domain control.
+
+    [bold]Example[/bold]: offset-runtime eval -m smollm2-135m --docs legal=test.jsonl --docs code=code/ --plot gain.png
+    """
+    from offset_runtime import evaluation, report
+
+    target = report.check_plot_path(plot) if plot else None
+    documents = _test_documents(docs)
+    offsets = _offsets(store, list(documents), others=True)
+    with _loaded(model, backend, device) as base, progress_bar("evaluating") as bar:
+        found = evaluation.evaluate(
+            base, offsets, documents, max_tokens=max_tokens, progress=lambda at: bar(at.stage, at.done, at.total)
+        )
+    print_json(found.as_json()) if as_json else output().print(report.tables(found))
+    if target:
+        report.plot(found, target)
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A text, .jsonl or folder.", show_default=False)],
+    model: ModelOption,
+    domain: Annotated[str, typer.Option("--domain", "-d", metavar="DOMAIN|all", help="Under which domain.")] = "all",
+    store: StoreOption = Path("offsets"),
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Log-likelihood of a text under a domain, or under all of them, beside the plain base model.
+
+    [bold]Example[/bold]: offset-runtime score -m smollm2-135m --domain all letter.txt
+    """
+    from offset_runtime.ranking import rank_domains, ranking_table
+    from offset_runtime.runtime import OffsetRuntime
+
+    texts = _texts(file)
+    offsets = _offsets(store, [] if domain == "all" else [domain], others=domain == "all")
+    with _loaded(model, backend, device) as base, OffsetRuntime(base) as runtime:
+        ranked = rank_domains(runtime, texts, list(offsets.values()))
+    print_json({"scores": [score.as_json() for score in ranked]}) if as_json else output().print(ranking_table(ranked))
+
+
+@app.command("list")
+def list_offsets(store: StoreOption = Path("offsets"), as_json: JsonOption = False) -> None:
+    """List the offsets of a store.
+
+    [bold]Example[/bold]: offset-runtime list --store offsets
+    """
+    from offset_runtime.catalogue import list_table, read_store, summary
+
+    entries = read_store(OffsetStore(store))
+    if as_json:
+        usable = [summary(entry.offset, entry.path) for entry in entries if entry.offset]
+        print_json({"offsets": usable, "unusable": [entry.as_json() for entry in entries if entry.problem]})
+    else:
+        output().print(list_table(entries))
+    _fail_on([entry.problem for entry in entries], shown=as_json)
+
+
+@app.command()
+def show(
+    offset: Annotated[str, typer.Argument(metavar="DOMAIN|FILE", help="A domain of the store, or an offset file.")],
+    store: StoreOption = Path("offsets"),
+    as_json: JsonOption = False,
+) -> None:
+    """Show everything an offset file says: settings, metrics, base model.
+
+    [bold]Example[/bold]: offset-runtime show legal
+    """
+    from offset_runtime.catalogue import details, details_table
+    from offset_runtime.offset import SUFFIX, DomainOffset
+
+    is_file = offset.endswith(SUFFIX)
+    path = Path(offset) if is_file else OffsetStore(store).path(offset)
+    fields = details(DomainOffset.load(path) if is_file else OffsetStore(store).get(offset), path)
+    print_json(fields) if as_json else output().print(details_table(fields))
+
+
+@app.command()
+def verify(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Default: all of the store.")] = None,
+    store: StoreOption = Path("offsets"),
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Also check that they fit this base model.")
+    ] = None,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read offset files strictly, and report every one that cannot be used. Exit code 2 if any cannot.
+
+    [bold]Example[/bold]: offset-runtime verify --store offsets --model smollm2-135m
+    """
+    from offset_runtime.catalogue import check_base, read_files, read_store, verify_table
+
+    entries = read_files(files) if files else read_store(OffsetStore(store))
+    if model is not None:
+        with _loaded(model, backend, device) as base:
+            entries = check_base(entries, base.identity)
+    print_json({"files": [e.as_json() for e in entries]}) if as_json else output().print(verify_table(entries))
+    _fail_on([entry.problem for entry in entries], shown=True)
+
+
+@contextmanager
+def _loaded(model: str, backend: str, device: str | None) -> Iterator[Backend]:
+    """Load a base model with a note on standard error, and close it after."""
+    from offset_runtime.models import load_backend
+
+    spec = ModelSpec(base=model, backend=backend, device=device)
+    with spinner(f"loading {model}"):
+        if model != "fake":
+            quiet_libraries()
+        loaded = load_backend(spec)
+    try:
+        yield loaded
+    finally:
+        loaded.close()
+
+
+def _offsets(folder: Path, names: list[str], *, others: bool) -> dict[str, DomainOffset]:
+    """Read the named offsets of a store, and all `others` if asked for; named ones come first."""
+    store = OffsetStore(folder)
+    rest = [name for name in store.domains() if name not in names] if others else []
+    if not names and not rest:
+        raise InvalidRequestError(f"no offsets in {folder}; train one with 'offset-runtime train', or give --store")
+    return {name: store.get(name) for name in [*names, *rest]}
+
+
+def _test_documents(options: list[str]) -> dict[str, Documents]:
+    """Read ``DOMAIN=PATH`` options; a domain may have several."""
+    from offset_runtime.documents import read_documents
+
+    sources: dict[str, list[str]] = {}
+    for option in options:
+        domain, separator, path = option.partition("=")
+        if not (domain and separator and path):
+            raise InvalidRequestError(f"--docs {option}: expected DOMAIN=PATH, for example legal=test.jsonl")
+        sources.setdefault(domain, []).append(path)
+    return {domain: read_documents(paths) for domain, paths in sources.items()}
+
+
+def _texts(file: Path) -> list[str]:
+    from offset_runtime.documents import read_documents
+
+    documents = read_documents([file]).items
+    if any(document.messages for document in documents):
+        raise DocumentError(f"{file} holds conversations; score takes texts")
+    return [document.text for document in documents]
+
+
+def _fail_on(problems: list[str | None], *, shown: bool) -> None:
+    """End with the exit code of a user's error if there is a problem, saying each one unless the result did."""
+    found = [problem for problem in problems if problem]
+    for problem in [] if shown else found:
+        print_error(problem)
+    if found:
+        raise typer.Exit(EXIT_USER_ERROR)

@@ -1,0 +1,65 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from offset_runtime import DomainOffset, ModelSpec, OffsetRuntime
+from offset_runtime.backends.base import Backend
+from offset_runtime.backends.fake import FakeBackend
+from offset_runtime.identity import BaseIdentity
+from offset_runtime.models import load_backend
+from offset_runtime.offset import Anchor, PromptFormat
+
+MakeOffset = Callable[..., DomainOffset]
+
+
+@pytest.fixture(scope="session")
+def make_offset() -> MakeOffset:
+    """Return the function that makes a random offset: normal rows of standard deviation `scale`."""
+
+    def make(
+        identity: BaseIdentity,
+        domain: str = "x",
+        positions: int = 3,
+        anchor: Anchor = "turn",
+        prompt_format: PromptFormat = "chat",
+        seed: int = 0,
+        scale: float = 0.5,
+    ) -> DomainOffset:
+        rows = np.random.default_rng(seed).normal(size=(positions, identity.hidden_size)) * scale
+        return DomainOffset(
+            domain=domain,
+            tensor=rows.astype(np.float32),
+            anchor=anchor,
+            prompt_format=prompt_format,
+            base=identity,
+        )
+
+    return make
+
+
+@pytest.fixture
+def fake_runtime() -> Iterator[OffsetRuntime]:
+    """A runtime on the fake backend, closed after the test."""
+    with OffsetRuntime(FakeBackend()) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Iterator[Backend]:
+    """The real base model, loaded once a session. Use it from one thread at a time."""
+    backend = load_backend(ModelSpec(base="smollm2-135m"))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="session")
+def smollm_runtime(smollm: Backend) -> Iterator[OffsetRuntime]:
+    """A runtime on `smollm`. Its engine is idle between tests, so `smollm` may be used directly then."""
+    runtime = OffsetRuntime(smollm)
+    yield runtime
+    runtime.engine.close()

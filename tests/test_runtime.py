@@ -1,0 +1,269 @@
+"""What people call: domains by name, requests laid out, scores, and one base model a process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offset_runtime import DomainOffset, EngineSettings, ModelSpec, OffsetRuntime, OffsetStore, SamplingParams
+from offset_runtime.backends.fake import FakeBackend, FakeTokenizer
+from offset_runtime.errors import (
+    BaseModelMismatchError,
+    ContextOverflowError,
+    EngineClosedError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OffsetFileError,
+    PromptFormatError,
+    UnknownDomainError,
+)
+from offset_runtime.identity import BaseIdentity
+from offset_runtime.placement import Placement
+from offset_runtime.runtime import SharedRuntimes
+
+MakeOffset = Callable[..., DomainOffset]
+
+IDENTITY = FakeBackend().identity
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class StartingTokenizer(FakeTokenizer):
+    bos_token_id: int | None = 256
+
+
+def foreign(identity: BaseIdentity) -> BaseIdentity:
+    return identity.model_copy(update={"architecture": "mamba"})
+
+
+# Domains
+
+
+def test_an_unknown_domain_is_an_error_and_never_the_base(fake_runtime: OffsetRuntime, make_offset: MakeOffset) -> None:
+    fake_runtime.register(make_offset(IDENTITY, domain="legal"))
+    for ask in (
+        lambda: fake_runtime.chat_request(HELLO, domain="leagl"),
+        lambda: fake_runtime.text_request("hello", domain="leagl"),
+        lambda: fake_runtime.score("hello there", ["legal", "leagl"]),
+        lambda: fake_runtime.chat_request(HELLO, domain=""),
+    ):
+        with pytest.raises(UnknownDomainError, match="known domains: legal"):
+            ask()
+
+
+def test_an_offset_of_another_model_is_an_error_by_name_and_as_a_value(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    offset = make_offset(foreign(IDENTITY), domain="legal")
+    with pytest.raises(BaseModelMismatchError, match=r"'legal' was made for another base model: architecture mamba"):
+        fake_runtime.register(offset)
+    with pytest.raises(BaseModelMismatchError):
+        fake_runtime.chat_request(HELLO, domain=offset)
+    assert dict(fake_runtime.offsets) == {}
+
+
+def test_the_same_numbers_made_for_another_model_are_refused_even_after_they_were_accepted(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    fake_runtime.register(make_offset(IDENTITY, domain="legal"))
+    with pytest.raises(BaseModelMismatchError):
+        fake_runtime.register(make_offset(foreign(IDENTITY), domain="legal"))
+
+
+def test_registering_a_domain_again_takes_effect_for_later_requests(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    first, second = make_offset(IDENTITY, domain="legal"), make_offset(IDENTITY, domain="legal", seed=1)
+    fake_runtime.register(first)
+    before = fake_runtime.chat_request(HELLO, domain="legal")
+    fake_runtime.register(second)
+    after = fake_runtime.chat_request(HELLO, domain="legal")
+    assert [r.placements[0].offset for r in (before, after)] == [first, second]
+    assert fake_runtime.run(before).text != fake_runtime.run(after).text
+
+
+def test_the_registered_offsets_cannot_be_changed_from_outside(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    with pytest.raises(TypeError):
+        fake_runtime.offsets["legal"] = make_offset(IDENTITY)  # type: ignore[index]
+
+
+def test_load_registers_the_offsets_of_a_store(tmp_path: Path, make_offset: MakeOffset) -> None:
+    store = OffsetStore(tmp_path)
+    for seed, domain in enumerate(["legal", "news"]):
+        store.put(make_offset(IDENTITY, domain=domain, seed=seed))
+    for given in (store, tmp_path, str(tmp_path)):
+        with OffsetRuntime.load("fake", store=given) as runtime:
+            assert sorted(runtime.offsets) == ["legal", "news"]
+
+
+def test_load_leaves_no_thread_behind_when_an_offset_does_not_fit(tmp_path: Path, make_offset: MakeOffset) -> None:
+    OffsetStore(tmp_path).put(make_offset(foreign(IDENTITY), domain="legal"))
+    before = set(threading.enumerate())
+    with pytest.raises(BaseModelMismatchError):
+        OffsetRuntime.load("fake", store=tmp_path)
+    (tmp_path / "legal.safetensors").write_bytes(b"part")
+    with pytest.raises(OffsetFileError):
+        OffsetRuntime.load("fake", store=tmp_path)
+    assert set(threading.enumerate()) == before
+
+
+# Requests
+
+
+def test_a_chat_request_is_laid_out_by_the_template_with_the_offset_before_the_reply(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    offset = make_offset(IDENTITY, domain="legal", positions=3)
+    fake_runtime.register(offset)
+    request = fake_runtime.chat_request(HELLO, domain="legal", timeout_s=5)
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert list(request.prompt_ids) == fake_runtime.backend.tokenizer.encode(text)
+    assert request.placements == (Placement(len(request.prompt_ids) - 3, offset, 3),)
+    assert request.timeout_s == 5
+
+
+def test_a_domain_changes_the_reply_and_none_is_the_plain_base(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    fake_runtime.register(make_offset(IDENTITY, domain="legal"))
+    plain, legal = (fake_runtime.chat_request(HELLO, domain=domain) for domain in (None, "legal"))
+    assert plain.placements == ()
+    assert fake_runtime.run(plain).text != fake_runtime.run(legal).text
+    assert fake_runtime.run(plain).text == fake_runtime.run(fake_runtime.chat_request(HELLO)).text
+
+
+def test_strength_scales_the_offset_and_zero_leaves_it_out(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    offset = make_offset(IDENTITY, domain="legal")
+    assert fake_runtime.chat_request(HELLO, domain=offset, strength=0).placements == ()
+    half = fake_runtime.chat_request(HELLO, domain=offset, strength=0.5).placements[0].offset
+    assert half == offset.scaled(0.5)
+    assert half.digest != offset.digest
+
+
+def test_an_offset_is_used_in_the_format_it_was_trained_in(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    chat, raw, bos = (make_offset(IDENTITY, domain="legal", prompt_format=kind) for kind in ("chat", "raw", "bos"))
+    assert fake_runtime.chat_request(HELLO, domain=chat).placements
+    assert fake_runtime.text_request("hello", domain=raw).placements
+    with pytest.raises(PromptFormatError, match=r"'chat', but this request is laid out as raw or bos; train it with"):
+        fake_runtime.text_request("hello", domain=chat)
+    for offset in (raw, bos):
+        with pytest.raises(PromptFormatError, match=f"'legal' was trained in prompt format '{offset.prompt_format}'"):
+            fake_runtime.chat_request(HELLO, domain=offset)
+
+
+def test_text_gets_a_start_token_only_from_an_offset_trained_with_one(make_offset: MakeOffset) -> None:
+    backend = FakeBackend()
+    backend.tokenizer = StartingTokenizer()
+    with OffsetRuntime(backend) as runtime:
+        raw, bos = (make_offset(IDENTITY, prompt_format=kind, anchor="sequence") for kind in ("raw", "bos"))
+        assert runtime.text_request("hi", domain=raw).prompt_ids == (104, 105)
+        assert runtime.text_request("hi", domain=bos).prompt_ids == (256, 104, 105)
+        assert runtime.text_request("").prompt_ids == (256,)
+
+
+def test_an_empty_text_without_a_start_token_is_refused(fake_runtime: OffsetRuntime) -> None:
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        fake_runtime.run(fake_runtime.text_request(""))
+
+
+def test_a_chat_longer_than_the_context_is_refused_with_figures() -> None:
+    with OffsetRuntime(FakeBackend(context_tokens=64)) as runtime:
+        request = runtime.chat_request(HELLO, sampling=SamplingParams(max_tokens=60))
+        with pytest.raises(ContextOverflowError, match=r"exceeds the context of 64 tokens"):
+            runtime.run(request)
+
+
+# Scores
+
+
+def test_scores_are_the_log_likelihood_of_the_text_under_each_domain(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    fake_runtime.register(make_offset(IDENTITY, domain="legal"))
+    other = make_offset(IDENTITY, domain="news", seed=1)
+    text = "the court held"
+    base, legal, news = fake_runtime.score(text, [None, "legal", other])
+    assert [score.domain for score in (base, legal, news)] == [None, "legal", "news"]
+    assert {score.tokens for score in (base, legal, news)} == {len(text)}
+    assert len({score.logprob for score in (base, legal, news)}) == 3
+    assert base.logprob < 0
+    assert base.logprob_per_token == pytest.approx(base.logprob / len(text))
+    assert fake_runtime.score(text, ["legal"])[0].logprob == pytest.approx(legal.logprob)
+
+
+def test_a_raw_score_leaves_out_the_first_token_which_nothing_predicts(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    raw = make_offset(IDENTITY, prompt_format="raw", anchor="sequence")
+    [score] = fake_runtime.score("the court held", [raw])
+    assert (score.prompt_format, score.tokens) == ("raw", len("the court held") - 1)
+
+
+def test_a_text_too_short_to_score_is_refused(fake_runtime: OffsetRuntime) -> None:
+    with pytest.raises(InvalidRequestError, match="too short to score"):
+        fake_runtime.score("", [None])
+
+
+# Life and death
+
+
+def test_a_closed_runtime_says_so(fake_runtime: OffsetRuntime) -> None:
+    request = fake_runtime.text_request("hello")
+    fake_runtime.close()
+    fake_runtime.close()
+    with pytest.raises(EngineClosedError, match="load the model again"):
+        fake_runtime.run(request)
+
+
+def test_a_model_that_is_nowhere_is_named() -> None:
+    with pytest.raises(ModelNotFoundError, match="no model 'nowhere'"):
+        OffsetRuntime.load("nowhere")
+
+
+def test_every_caller_of_a_process_gets_the_same_base() -> None:
+    shared, spec = SharedRuntimes(), ModelSpec(base="fake")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: shared.get(spec), range(32)))
+    assert all(runtime is found[0] for runtime in found)
+    assert shared.get(ModelSpec(base="fake"), EngineSettings()) is found[0]
+    assert shared.get(spec, EngineSettings(max_running=2)) is not found[0]
+    assert shared.get(ModelSpec(base="fake", dtype="float16")) is not found[0]
+    shared.close()
+    with pytest.raises(EngineClosedError):
+        found[0].run(found[0].text_request("hello"))
+    again = shared.get(spec)
+    assert again is not found[0]
+    assert again.run(again.text_request("hello", sampling=SamplingParams(max_tokens=2))).usage.output_tokens == 2
+    shared.close()
+
+
+def test_a_failed_load_can_be_tried_again(tmp_path: Path) -> None:
+    shared, spec = SharedRuntimes(), ModelSpec(base=str(tmp_path / "later"))
+    for _ in range(2):
+        with pytest.raises(ModelNotFoundError):
+            shared.get(spec)
+
+
+def test_paths_that_name_one_folder_share_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    shared = SharedRuntimes()
+    one = shared.get(ModelSpec(base="model", backend="fake"))
+    assert shared.get(ModelSpec(base=str(tmp_path / "model"), backend="fake")) is one
+    shared.close()
+
+
+def test_replies_are_deterministic_by_default(fake_runtime: OffsetRuntime) -> None:
+    texts = {fake_runtime.run(fake_runtime.chat_request(HELLO)).text for _ in range(3)}
+    assert len(texts) == 1
+    assert np.all([32 <= ord(letter) for letter in texts.pop()])
