@@ -16,6 +16,7 @@ from offset_runtime.graphs.findings import raise_findings
 from offset_runtime.graphs.loader import load_workflow
 from offset_runtime.graphs.routing import edge_router, handoff_instruction, handoff_route
 from offset_runtime.graphs.schema import END, START, Agent, Edge, Workflow
+from offset_runtime.offset import DomainOffset
 from offset_runtime.runtime import OffsetRuntime
 
 if TYPE_CHECKING:
@@ -92,6 +93,14 @@ def chat_model(workflow: Workflow, agent: Agent, runtime: OffsetRuntime | None =
         runtime=runtime,
         **settings,
     )
+
+
+def agent_offsets(workflow: Workflow, runtime: OffsetRuntime | None = None) -> dict[str, DomainOffset | None]:
+    """The offset each agent speaks under, at the agent's strength, by agent."""
+    found = {name: chat_model(workflow, agent, runtime).offset() for name, agent in workflow.agents.items()}
+    return {
+        name: None if offset is None else offset.scaled(workflow.agents[name].strength) for name, offset in found.items()
+    }
 
 
 def _node(workflow: Workflow, name: str, agent: Agent, runtime: OffsetRuntime | None) -> Any:

@@ -12,14 +12,14 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
 from offset_runtime.errors import InvalidRequestError
-from offset_runtime.graphs.builder import build_graph
+from offset_runtime.graphs.builder import agent_offsets, build_graph
 from offset_runtime.graphs.check import find_model_problems, find_problems
 from offset_runtime.graphs.checkpoints import sqlite_checkpoints
 from offset_runtime.graphs.findings import raise_findings
 from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.schema import Workflow
-from offset_runtime.graphs.terminal import show_events
+from offset_runtime.graphs.terminal import memory_line, show_events
 from offset_runtime.runtime import OffsetRuntime, shared_runtimes
 from offset_runtime.terminal import messages, output, quiet_libraries
 
@@ -55,8 +55,12 @@ def run(
     loaded = load_workflow(workflow)
     config: RunnableConfig = {"configurable": {"thread_id": thread}}
     with _checkpoints(checkpoint) as saver:
-        graph = build_graph(loaded, checkpointer=saver, runtime=_load(loaded))
-        show_events(run_workflow(graph, text, config=config), console=output(), as_json=as_json)
+        runtime = _load(loaded)
+        graph = build_graph(loaded, checkpointer=saver, runtime=runtime)
+        offsets = agent_offsets(loaded, runtime)
+        show_events(run_workflow(graph, text, config=config), offsets=offsets, console=output(), as_json=as_json)
+    if not as_json:
+        output().print(memory_line(runtime, offsets), style="dim")
 
 
 @graph_app.command()

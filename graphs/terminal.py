@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -22,6 +22,8 @@ from offset_runtime.graphs.events import (
     WorkflowFinished,
     event_record,
 )
+from offset_runtime.offset import DomainOffset
+from offset_runtime.runtime import OffsetRuntime
 
 _AGENT_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 _PLAIN_WIDTH = 96
@@ -31,13 +33,17 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REP
 
 
 def show_events(
-    events: Iterable[WorkflowEvent], *, console: Console | None = None, as_json: bool = False
+    events: Iterable[WorkflowEvent],
+    *,
+    offsets: Mapping[str, DomainOffset | None] | None = None,
+    console: Console | None = None,
+    as_json: bool = False,
 ) -> list[AgentFinished]:
     """Show the events of a run as they come, and return its finished turns.
 
     On a terminal each running agent has a panel that grows, in the agent's colour; elsewhere text comes in
-    lines that begin with the agent's name. A table of the turns ends both. `as_json`: one JSON object a
-    line for each event, and nothing else.
+    lines that begin with the agent's name. A table of the turns ends both, with the held-out figures
+    of `offsets`, by agent. `as_json`: one JSON object a line for each event, and nothing else.
     """
     console = console or Console()
     view: _View = _JsonView(console) if as_json else _LiveView(console) if console.is_terminal else _PlainView(console)
@@ -48,33 +54,56 @@ def show_events(
             if isinstance(event, AgentFinished):
                 turns.append(event)
     if not as_json:
-        console.print(turns_table(turns))
+        console.print(turns_table(turns, offsets))
     return turns
 
 
-def turns_table(turns: Sequence[AgentFinished]) -> Table:
-    """A row a turn: the agent, its domain, its tokens, and seconds in queue, prefill and decode."""
+def turns_table(turns: Sequence[AgentFinished], offsets: Mapping[str, DomainOffset | None] | None = None) -> Table:
+    """A row a turn: the agent, its domain, its tokens, seconds in prefill and decode, and what its offset does.
+
+    That is, from the file of each of `offsets` (by agent): the change of perplexity on held-out text of the
+    domain, and how far the base's replies to generic instructions move (KL, in nats).
+    """
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("agent", "domain"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("prompt\ntokens", "output\ntokens", "queue\ns", "prefill\ns", "decode\ns", "tokens\n/s"):
+    for heading in ("prompt\ntokens", "output\ntokens", "prefill\ns", "decode\ns", "tokens\n/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("ended\nby", no_wrap=True)
+    for heading in ("perplexity\nheld-out", "retention\nKL, nats"):
+        table.add_column(heading, justify="right", no_wrap=True)
     styles = _Styles()
     for turn in turns:
-        usage, timings = turn.usage, turn.timings
+        gain, kl = _effect((offsets or {}).get(turn.agent))
         table.add_row(
             Text(turn.agent, style=styles.of(turn.agent)),
             Text(turn.domain or "-"),
-            str(usage.prompt_tokens),
-            str(usage.output_tokens),
-            f"{timings.queue_s:.2f}",
-            f"{timings.prefill_s:.2f}",
-            f"{timings.decode_s:.2f}",
+            str(turn.usage.prompt_tokens),
+            str(turn.usage.output_tokens),
+            f"{turn.timings.prefill_s:.2f}",
+            f"{turn.timings.decode_s:.2f}",
             _rate(turn),
-            turn.finish_reason,
+            gain,
+            kl,
         )
     return table
+
+
+def _effect(offset: DomainOffset | None) -> tuple[str, str]:
+    """Gain and retention together, or neither."""
+    metrics = {} if offset is None else offset.metrics
+    gain, retention = metrics.get("gain_percent"), metrics.get("retention")
+    if gain is None or retention is None:
+        return "-", "-"
+    return f"{-gain:+.1f} %", f"{retention['kl']:.3f}"
+
+
+def memory_line(runtime: OffsetRuntime, offsets: Mapping[str, DomainOffset | None]) -> str:
+    """What is in memory: one base model, whatever the number of agents, and the offsets, by agent."""
+    unique = {offset.digest: offset.tensor.nbytes for offset in offsets.values() if offset is not None}
+    return (
+        f"in memory: 1 base model of {runtime.backend.model_bytes() / 1e6:.0f} MB for {len(offsets)} agents, "
+        f"and {len(unique)} domain offsets of {sum(unique.values()) / 1e3:.0f} KB together"
+    )
 
 
 class _View(Protocol):

@@ -111,7 +111,7 @@ class DomainOffset:
         return payload.hexdigest()
 
     def scaled(self, strength: float) -> DomainOffset:
-        """Return this offset times `strength` (1 leaves it as it is; the digest follows)."""
+        """Return this offset times `strength`: another digest, and no metrics, which were measured at strength 1."""
         if not np.isfinite(strength):
             raise InvalidRequestError(f"strength must be a finite number, found {strength!r}")
         if strength == 1:
