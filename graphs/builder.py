@@ -99,7 +99,8 @@ def agent_offsets(workflow: Workflow, runtime: OffsetRuntime | None = None) -> d
     """The offset each agent speaks under, at the agent's strength, by agent."""
     found = {name: chat_model(workflow, agent, runtime).offset() for name, agent in workflow.agents.items()}
     return {
-        name: None if offset is None else offset.scaled(workflow.agents[name].strength) for name, offset in found.items()
+        name: None if offset is None else offset.scaled(workflow.agents[name].strength)
+        for name, offset in found.items()
     }
 
 

@@ -60,7 +60,7 @@ def run(
         offsets = agent_offsets(loaded, runtime)
         show_events(run_workflow(graph, text, config=config), offsets=offsets, console=output(), as_json=as_json)
     if not as_json:
-        output().print(memory_line(runtime, offsets), style="dim")
+        output().print(memory_line(runtime, offsets), style="dim", soft_wrap=True)
 
 
 @graph_app.command()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 import typer
 
 import offset_runtime
-from offset_runtime.errors import DocumentError, InvalidRequestError
+from offset_runtime.errors import DocumentError, InvalidRequestError, nearest_hint
 from offset_runtime.models import BackendName, ModelSpec
 from offset_runtime.store import OffsetStore
 from offset_runtime.terminal import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from offset_runtime.backends.base import Backend
     from offset_runtime.documents import Documents
     from offset_runtime.offset import DomainOffset
+    from offset_runtime.training import TrainingSettings
 
 
 class _Commands(CommandGroup):
@@ -92,6 +94,68 @@ def options(
     ] = False,
 ) -> None:
     """One shared base model, a domain offset for each agent."""
+
+
+@app.command()
+def train(
+    domain: Annotated[str, typer.Argument(metavar="DOMAIN", help="Name of the domain.", show_default=False)],
+    docs: Annotated[
+        list[Path], typer.Option("--docs", metavar="PATH", help="A folder, .jsonl or text file; may be repeated.")
+    ],
+    model: ModelOption,
+    store: StoreOption = Path("offsets"),
+    validation: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Documents for early stopping. Default: up to 16 of --docs."),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME", help="default, or paper: raw text, K 1, no retention.")
+    ] = "default",
+    prompt_format: Annotated[
+        str | None, typer.Option("--format", metavar="FORMAT", help="raw, bos or chat.", show_default="chat")
+    ] = None,
+    anchor: Annotated[
+        str | None, typer.Option(metavar="ANCHOR", help="sequence or turn.", show_default="turn in chat, else sequence")
+    ] = None,
+    positions: Annotated[int | None, typer.Option("--positions", "-k", help="K.", show_default="8")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens a document is cut at.", show_default="64")] = None,
+    steps: Annotated[int | None, typer.Option(help="The most steps.", show_default="36")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Documents a step.", show_default="8")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Adam's.", show_default="0.01")] = None,
+    retention_weight: Annotated[
+        float | None, typer.Option(help="Weight of staying close to the base elsewhere; 0: none.", show_default="1")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.", show_default="0")] = None,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train the offset of a domain on about 100 documents. Ctrl-C keeps the best so far.
+
+    [bold]Example[/bold]: offset-runtime train legal -m smollm2-135m --docs contracts/ --docs letters.jsonl
+    """
+    from offset_runtime.documents import read_documents
+
+    changes = {
+        "prompt_format": prompt_format,
+        "anchor": anchor,
+        "positions": positions,
+        "max_tokens": max_tokens,
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "retention_weight": retention_weight,
+        "seed": seed,
+    }
+    target = OffsetStore(store)
+    target.path(domain)  # a name unfit for a file is refused before the work, not after it
+    documents = read_documents(docs)
+    settings = _training_settings(recipe, len(documents.items), {k: v for k, v in changes.items() if v is not None})
+    held_back = read_documents(validation) if validation else None
+    with _loaded(model, backend, device) as base:
+        offset = _train(base, documents, domain, settings, held_back)
+    path = target.put(offset)
+    _print_trained(offset, path, as_json)
 
 
 @app.command("eval")
@@ -209,6 +273,52 @@ def verify(
             entries = check_base(entries, base.identity)
     print_json({"files": [e.as_json() for e in entries]}) if as_json else output().print(verify_table(entries))
     _fail_on([entry.problem for entry in entries], shown=True)
+
+
+def _training_settings(recipe: str, documents: int, changes: dict[str, Any]) -> TrainingSettings:
+    from pydantic import ValidationError
+
+    from offset_runtime.training import TrainingSettings
+
+    recipes: dict[str, Callable[..., TrainingSettings]] = {
+        "default": TrainingSettings,
+        "paper": partial(TrainingSettings.paper, documents),
+    }
+    if recipe not in recipes:
+        raise InvalidRequestError(f"--recipe {recipe}: expected default or paper{nearest_hint(recipe, recipes)}")
+    try:
+        return recipes[recipe](**changes)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = str(problem["loc"][0]).replace("prompt_format", "format").replace("_", "-")
+        raise InvalidRequestError(f"--{option} {problem['input']}: {problem['msg']}") from error
+
+
+def _train(
+    base: Backend, documents: Documents, domain: str, settings: TrainingSettings, held_back: Documents | None
+) -> DomainOffset:
+    from offset_runtime.backends.torch import TorchBackend
+    from offset_runtime.training import TrainingProgress, train
+
+    if not isinstance(base, TorchBackend):
+        raise InvalidRequestError(f"training needs the torch backend; this model runs on {base.name!r}")
+    with progress_bar("reading the documents once without gradient") as bar:
+
+        def update(at: TrainingProgress) -> None:
+            look = "" if at.gain_percent is None else f", gain {at.gain_percent:.1f} %, KL {at.kl:.3f}"
+            bar(f"loss {at.loss:.3f}{look}", at.step, at.steps)
+
+        return train(base, documents, domain, settings, validation=held_back, progress=update)
+
+
+def _print_trained(offset: DomainOffset, path: Path, as_json: bool) -> None:
+    from offset_runtime.catalogue import Entry, details, list_table
+
+    if as_json:
+        print_json(details(offset, path))
+        return
+    output().print(list_table([Entry(path, offset)]))
+    output().print(f"wrote {path}; gain on {offset.metrics['documents']} documents that were held back")
 
 
 @contextmanager

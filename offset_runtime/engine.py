@@ -299,9 +299,7 @@ class _Job:
         ids = prompt[self._fed : self._fed + tokens]
         scored = self.request.score_from is not None
         last = self._fed + tokens == len(prompt)
-        return Chunk(
-            self.sequence, ids, self.request.placements, "all" if scored else "last" if last else "none"
-        )
+        return Chunk(self.sequence, ids, self.request.placements, "all" if scored else "last" if last else "none")
 
     def advance(self, tokens: int, logits: Logits) -> list[Delta | Completion]:
         """Take in the logits of the chunk just fed; return what the caller gets to see."""

@@ -225,17 +225,7 @@ def _read_bounded(path: Path) -> bytes:
 
 
 def _read_metadata(path: Path, data: bytes) -> dict[str, str]:
-    if len(data) < 8:
-        raise _unusable(path, f"it is truncated ({len(data)} bytes)")
-    header_bytes = int.from_bytes(data[:8], "little")
-    if header_bytes > MAX_HEADER_BYTES:
-        raise _unusable(path, f"its header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    if header_bytes > len(data) - 8:
-        raise _unusable(path, f"it is truncated (header of {header_bytes} bytes, file of {len(data)})")
-    try:
-        header = json.loads(data[8 : 8 + header_bytes])
-    except (ValueError, RecursionError) as error:
-        raise _unusable(path, "it is not a safetensors file (its header is not JSON)") from error
+    header = _read_header(path, data)
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
         raise _unusable(path, "it is a safetensors file without offset metadata")
@@ -254,6 +244,20 @@ def _read_metadata(path: Path, data: bytes) -> dict[str, str]:
     except ValueError as error:
         raise _unusable(path, f"its creation time {metadata['created_at']!r} is no ISO 8601 time") from error
     return metadata
+
+
+def _read_header(path: Path, data: bytes) -> object:
+    if len(data) < 8:
+        raise _unusable(path, f"it is truncated ({len(data)} bytes)")
+    header_bytes = int.from_bytes(data[:8], "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise _unusable(path, f"its header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    if header_bytes > len(data) - 8:
+        raise _unusable(path, f"it is truncated (header of {header_bytes} bytes, file of {len(data)})")
+    try:
+        return json.loads(data[8 : 8 + header_bytes])
+    except (ValueError, RecursionError) as error:
+        raise _unusable(path, "it is not a safetensors file (its header is not JSON)") from error
 
 
 def _read_tensor(path: Path, data: bytes) -> npt.NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,6 +14,10 @@ from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.identity import BaseIdentity
 from offset_runtime.models import load_backend
 from offset_runtime.offset import Anchor, PromptFormat
+
+# Threads of a matrix product wait without spinning. Where the machine has other work, two that spin make each
+# step of the real model ten times slower. Read when torch is loaded, which is after this.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MakeOffset = Callable[..., DomainOffset]
 

@@ -21,17 +21,17 @@ from offset_runtime.retention import base_replies, instructions, measure_retenti
 from offset_runtime.scoring import target_logprobs
 from offset_runtime.training import TrainingProgress, TrainingSettings, train
 
-WORDS = "the court heard that clause four of the lease was void because notice had not been given in time".split()
+SENTENCE = "the court heard that clause four of the lease was void because notice had not been given in time"
 
 
 def documents(count: int, words: int = 24, seed: int = 0) -> Documents:
     random = np.random.default_rng(seed)
-    return Documents([Document(" ".join(random.choice(WORDS, size=words))) for _ in range(count)])
+    return Documents([Document(" ".join(random.choice(SENTENCE.split(), size=words))) for _ in range(count)])
 
 
 def quick(**changes: Any) -> TrainingSettings:
-    defaults = {"positions": 3, "max_tokens": 24, "steps": 6, "validate_every": 2, "batch_size": 4, "retention_weight": 0}
-    return TrainingSettings(**{**defaults, **changes})
+    defaults = {"positions": 3, "max_tokens": 24, "steps": 6, "validate_every": 2, "batch_size": 4}
+    return TrainingSettings(**{**defaults, "retention_weight": 0, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,10 @@ def few_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def tiny(make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]) -> TorchBackend:
-    return TorchBackend(make_model("llama"), make_tokenizer(chat=True, bos=True))
+    model = make_model("llama")
+    # The tiny tokenizer spells most words out, so a chat takes more tokens than the tiny models' context.
+    model.config.max_position_embeddings = 512
+    return TorchBackend(model, make_tokenizer(chat=True, bos=True))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_documents_without_enough_tokens_are_refused(tiny: TorchBackend) -> None
 def test_a_format_the_model_lacks_is_refused(make_model: Any, make_tokenizer: Any) -> None:
     bare = TorchBackend(make_model("llama"), make_tokenizer())
 
-    with pytest.raises(PromptFormatError, match="no chat template"):
+    with pytest.raises(PromptFormatError, match="needs a chat template"):
         # Twelve documents, so that the format is what fails.
         train(bare, documents(12), "legal", quick())
     with pytest.raises(PromptFormatError, match="start token"):
@@ -253,8 +256,10 @@ class TestObjective:
 @pytest.mark.real_model
 @pytest.mark.slow
 def test_a_short_training_on_the_real_model_helps_unseen_text(smollm: TorchBackend) -> None:
-    functions = [f for module in (inspect, textwrap, logging) for _, f in inspect.getmembers(module, inspect.isfunction)]
-    sources = dict.fromkeys(inspect.getsource(f) for f in functions)
+    modules = (inspect, textwrap, logging)
+    sources = dict.fromkeys(
+        inspect.getsource(f) for module in modules for _, f in inspect.getmembers(module, inspect.isfunction)
+    )
     texts = [Document(source) for source in sources if len(source) > 200][:40]
     settings = TrainingSettings(positions=4, max_tokens=32, steps=8, validate_every=4, retention_weight=0)
 

@@ -37,7 +37,10 @@ def test_run_shows_every_agent_and_a_table(write_workflow: Write, invoke: Callab
     assert result.exit_code == 0, result.output
     assert "writer | " in result.output
     assert "editor | " in result.output
-    assert result.output.splitlines()[-1].split()[:2] == ["editor", "-"]
+    *_, last_row, memory = result.output.splitlines()
+    assert last_row.split()[:2] == ["editor", "-"]
+    assert "1 base model" in memory
+    assert "for 2 agents" in memory
 
 
 def test_run_json_prints_only_json_lines(write_workflow: Write, invoke: Callable[..., Result]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from rich.console import Console
 
+from offset_runtime import DomainOffset, OffsetRuntime
+from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.graphs import (
     AgentFinished,
     AgentStarted,
@@ -18,6 +21,7 @@ from offset_runtime.graphs import (
     show_events,
     turns_table,
 )
+from offset_runtime.graphs.terminal import memory_line
 from offset_runtime.request import Timings, Usage
 
 
@@ -121,14 +125,42 @@ def test_json_is_one_object_a_line_and_nothing_else() -> None:
     assert len(records) == len(together())
 
 
-def test_the_table_has_a_row_a_turn() -> None:
+def table_rows(*turns: AgentFinished, offsets: Mapping[str, DomainOffset | None]) -> list[list[str]]:
     file = io.StringIO()
-    Console(file=file, width=80).print(turns_table([finished("writer", "x"), finished("editor", "y", output=1)]))
-    rows = [line.split() for line in file.getvalue().splitlines()[-2:]]
+    Console(file=file, width=80).print(turns_table(turns, offsets))
+    return [line.split() for line in file.getvalue().splitlines()[-len(turns) :]]
+
+
+def test_the_table_has_a_row_a_turn_with_gain_and_retention(make_offset: Callable[..., DomainOffset]) -> None:
+    plain = make_offset(FakeBackend().identity)
+    measured = dataclasses.replace(plain, metrics={"gain_percent": 21.04, "retention": {"kl": 0.0312}})
+
+    rows = table_rows(
+        finished("writer", "x"), finished("editor", "y", output=1), offsets={"writer": measured, "editor": None}
+    )
+
     assert rows == [
-        ["writer", "news", "12", "3", "0.10", "0.50", "1.00", "2.0", "stop"],
-        ["editor", "news", "12", "1", "0.10", "0.50", "1.00", "-", "stop"],
+        ["writer", "news", "12", "3", "0.50", "1.00", "2.0", "-21.0", "%", "0.031"],
+        ["editor", "news", "12", "1", "0.50", "1.00", "-", "-", "-"],
     ]
+
+
+def test_gain_is_never_shown_without_retention(make_offset: Callable[..., DomainOffset]) -> None:
+    offset = dataclasses.replace(make_offset(FakeBackend().identity), metrics={"gain_percent": 21.04})
+
+    (row,) = table_rows(finished("writer", "x"), offsets={"writer": offset})
+
+    assert row[-2:] == ["-", "-"]
+
+
+def test_the_memory_line_counts_one_base_model_and_each_offset_once(make_offset: Callable[..., DomainOffset]) -> None:
+    with OffsetRuntime(FakeBackend()) as runtime:
+        offset = make_offset(runtime.backend.identity, positions=4)  # 4 x 16 float32
+        line = memory_line(runtime, {"a": offset, "b": offset, "c": None})
+
+    assert "1 base model" in line
+    assert "for 3 agents" in line
+    assert "1 domain offsets of 0 KB" in line
 
 
 def test_the_turns_are_returned() -> None:

@@ -1,0 +1,117 @@
+"""Sixteen agents in four domains on the real base model: each reply equals its solo run, token for token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime, Request, SamplingParams
+from offset_runtime.backends.base import Backend, Chunk
+from offset_runtime.backends.conformance import NEAR_TIE
+from offset_runtime.engine import Engine
+from offset_runtime.errors import RequestCancelledError
+from offset_runtime.stream import Stream
+
+pytestmark = pytest.mark.real_model
+
+MakeOffset = Callable[..., DomainOffset]
+
+TASKS = (
+    "Name three colours.",
+    "Write the lead paragraph of a story about a harbour that is to be rebuilt after a storm.",
+    "Explain in two sentences why leaves are green.",
+    "What is a contract?",
+)
+
+
+@pytest.fixture
+def runtime(smollm: Backend) -> Iterator[OffsetRuntime]:
+    # Small steps, so that long prompts are cut and read beside the decode steps of others.
+    runtime = OffsetRuntime(smollm, settings=EngineSettings(max_step_tokens=48))
+    yield runtime
+    runtime.engine.close()
+
+
+@pytest.fixture
+def requests(runtime: OffsetRuntime, make_offset: MakeOffset) -> list[Request]:
+    """Sixteen requests; random offsets about as large as trained ones (a trained row has a norm of about 2)."""
+    identity = runtime.backend.identity
+    for seed, (domain, anchor) in enumerate(
+        [("news", "turn"), ("legal", "sequence"), ("code", "turn"), ("speech", "sequence")]
+    ):
+        runtime.register(make_offset(identity, domain, positions=2 + seed, anchor=anchor, seed=seed, scale=0.1))
+    domains = ["news", "legal", "code", "speech"]
+    return [
+        runtime.chat_request(
+            [{"role": "user", "content": f"{TASKS[i // 4]}{' Please.' * (i % 3)}"}],
+            domain=domains[i % 4],
+            sampling=SamplingParams(max_tokens=8 + i % 5),
+        )
+        for i in range(16)
+    ]
+
+
+def parted(backend: Backend, request: Request, found: Sequence[int], expected: Sequence[int]) -> str | None:
+    """Say where two greedy replies part, unless the two best logits there are so close that either may win."""
+    for step, (one, other) in enumerate(zip(found, expected, strict=False)):
+        if one != other:
+            sequence = backend.allocate()
+            ids = [*request.prompt_ids, *expected[:step]]
+            [rows] = backend.forward([Chunk(sequence, ids, request.placements)])
+            backend.free(sequence)
+            best, second = np.sort(rows[0])[[-1, -2]]
+            return None if best - second <= NEAR_TIE else f"token {step}: {one}, alone {other} ({best} / {second})"
+    return None if len(found) == len(expected) else f"{len(found)} tokens, alone {len(expected)}"
+
+
+def test_agents_in_one_batch_with_cancels_give_what_each_gives_alone(
+    runtime: OffsetRuntime, requests: list[Request]
+) -> None:
+    backend, chooser = runtime.backend, random.Random(5)
+    cancelled = {index: chooser.randrange(6) for index in chooser.sample(range(16), 5)}
+    streams = [runtime.stream(request) for request in requests]
+    found: list[tuple[int, ...]] = []
+    for index, stream in enumerate(streams):
+        if index not in cancelled:
+            found.append(stream.result().token_ids)
+            continue
+        ids: list[int] = []
+        with pytest.raises(RequestCancelledError):  # noqa: PT012  # it is cancelled somewhere in the loop
+            for delta in stream:
+                ids.extend(delta.token_ids)
+                if len(ids) > cancelled[index]:
+                    stream.cancel()
+            raise RequestCancelledError("it had ended already")
+        found.append(tuple(ids))
+    assert backend.state_bytes() == 0
+    for index, (request, ids_found) in enumerate(zip(requests, found, strict=True)):
+        alone = runtime.run(request).token_ids
+        expected = alone[: len(ids_found)] if index in cancelled else alone
+        assert parted(backend, request, ids_found, expected) is None
+
+
+def test_a_solo_run_equals_a_full_prefill_at_every_step(runtime: OffsetRuntime, requests: list[Request]) -> None:
+    for request in requests[:4]:
+        ids = list(runtime.run(request).token_ids)
+        sequence = runtime.backend.allocate()
+        chunk = Chunk(sequence, [*request.prompt_ids, *ids[:-1]], request.placements, "all")
+        [rows] = runtime.backend.forward([chunk])
+        runtime.backend.free(sequence)
+        plain = [int(row.argmax()) for row in rows[len(request.prompt_ids) - 1 :]]
+        assert parted(runtime.backend, request, ids, plain) is None
+
+
+def test_the_domains_of_a_batch_do_not_write_the_same(runtime: OffsetRuntime, requests: list[Request]) -> None:
+    texts = [runtime.run(request).text for request in requests[:4]]
+    assert len(set(texts)) > 1
+
+
+def test_two_engines_would_not_be_needed_for_two_domains(smollm: Backend, requests: list[Request]) -> None:
+    before = smollm.model_bytes()
+    with Engine(smollm, EngineSettings(max_running=4)) as engine:
+        for stream in [Stream(engine, request) for request in requests[:4]]:
+            assert stream.result().usage.output_tokens > 0
+    assert smollm.model_bytes() == before
