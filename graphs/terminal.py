@@ -28,6 +28,10 @@ from offset_runtime.runtime import OffsetRuntime
 _AGENT_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 _PLAIN_WIDTH = 96
 _LIVE_HZ = 12
+_LEGEND = (
+    "perplexity: change on held-out text of the domain under the agent's offset (its gain). "
+    "KL: how far replies to generic instructions move from the base's (retention)."
+)
 # What a model writes must not steer the terminal; line feeds and tabs may stay.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
 
@@ -55,6 +59,8 @@ def show_events(
                 turns.append(event)
     if not as_json:
         console.print(turns_table(turns, offsets))
+        if any(offset is not None for offset in (offsets or {}).values()):
+            console.print(_LEGEND, style="dim")
     return turns
 
 
@@ -64,12 +70,13 @@ def turns_table(turns: Sequence[AgentFinished], offsets: Mapping[str, DomainOffs
     That is, from the file of each of `offsets` (by agent): the change of perplexity on held-out text of the
     domain, and how far the base's replies to generic instructions move (KL, in nats).
     """
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    # Nine columns fit into 80 characters only this tightly.
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     for heading in ("agent", "domain"):
         table.add_column(heading, no_wrap=True)
     for heading in ("prompt\ntokens", "output\ntokens", "prefill\ns", "decode\ns", "tokens\n/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("perplexity\nheld-out", "retention\nKL, nats"):
+    for heading in ("perplex-\nity", "KL,\nnats"):
         table.add_column(heading, justify="right", no_wrap=True)
     styles = _Styles()
     for turn in turns:

@@ -123,7 +123,7 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Documents a step.", show_default="8")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's.", show_default="0.01")] = None,
     retention_weight: Annotated[
-        float | None, typer.Option(help="Weight of staying close to the base elsewhere; 0: none.", show_default="1")
+        float | None, typer.Option(help="Weight of staying close to the base elsewhere; 0: none.", show_default="1.5")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.", show_default="0")] = None,
     backend: BackendOption = "auto",

@@ -61,7 +61,7 @@ class TrainingSettings(BaseModel):
     batch_size: int = Field(default=8, ge=1)
     steps: int = Field(default=36, ge=1)
     l2: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    retention_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    retention_weight: float = Field(default=1.5, ge=0, allow_inf_nan=False)
     max_kl: float = Field(default=0.05, gt=0)
     validate_every: int = Field(default=6, ge=1)
     patience: int = Field(default=3, ge=1)

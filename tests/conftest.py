@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -18,6 +19,10 @@ from offset_runtime.offset import Anchor, PromptFormat
 # Threads of a matrix product wait without spinning. Where the machine has other work, two that spin make each
 # step of the real model ten times slower. Read when torch is loaded, which is after this.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 MakeOffset = Callable[..., DomainOffset]
 

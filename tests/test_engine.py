@@ -169,7 +169,7 @@ def requests(draw: st.DrawFn) -> Request:
     max_running=st.integers(1, 16),
     max_step_tokens=st.integers(1, 40),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_each_of_many_requests_gives_what_a_plain_solo_run_gives(
     asked: list[Request], cancelled: set[int], max_running: int, max_step_tokens: int
 ) -> None:
@@ -554,7 +554,9 @@ def test_a_deadline_passes_while_waiting(backend: ControlledBackend) -> None:
         backend.wait_until_held()
         time.sleep(0.02)
         backend.gate.set()
-        with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.01 s \(0 of at most 8 tokens generated\)"):
+        with pytest.raises(
+            DeadlineExceededError, match=r"did not end within 0\.01 s \(0 of at most 8 tokens generated\)"
+        ):
             outcome(waiting.result)
         assert running.result().token_ids == reference(request("first"))
 

@@ -65,7 +65,10 @@ def test_a_quantisation_of_the_model_is_accepted(quantise: Callable[[Rows], Rows
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (identity(table(1)), r"embedding rows at relative distance 1\.\d+ \(allowed: 0\.2, which covers quantisation\)"),
+        (
+            identity(table(1)),
+            r"embedding rows at relative distance 1\.\d+ \(allowed: 0\.2, which covers quantisation\)",
+        ),
         (identity(table(), "mamba"), r"architecture mamba \(this model: llama\)"),
         (identity(table(), vocab_size=999), r"vocab_size 999 \(this model: 1000\)"),
         (identity(table()[:, :32]), r"hidden_size 32 \(this model: 64\)"),
@@ -96,8 +99,8 @@ def test_noise_within_the_tolerance_is_accepted_and_beyond_it_is_not() -> None:
 
 
 def test_architectures_are_spelled_as_transformers_or_gguf_spell_them() -> None:
-    assert canonical_architecture("gpt_neox") == canonical_architecture("gptneox") == "gptneox"
-    assert canonical_architecture("gemma3_text") == canonical_architecture("gemma3") == "gemma3"
+    assert {canonical_architecture(name) for name in ("gpt_neox", "gptneox", "GPTNeoX")} == {"gptneox"}
+    assert {canonical_architecture(name) for name in ("gemma3_text", "gemma3")} == {"gemma3"}
     assert canonical_architecture("Qwen2") == "qwen2"
 
 
@@ -105,7 +108,7 @@ def test_architectures_are_spelled_as_transformers_or_gguf_spell_them() -> None:
 def test_sketched_rows_are_different_tokens_of_the_vocabulary(vocab_size: int) -> None:
     ids = sketch_row_ids(vocab_size)
     assert len(set(ids)) == SKETCH_ROWS
-    assert 0 < min(ids)
+    assert min(ids) > 0
     assert max(ids) < vocab_size
 
 

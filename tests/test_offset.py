@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -164,13 +165,9 @@ def test_a_file_with_any_byte_changed_is_refused_or_read_as_valid(saved: Path, a
     data[position] ^= bits
     damaged = saved.with_name("damaged.safetensors")
     damaged.write_bytes(data)
-    try:
-        read = DomainOffset.load(damaged)
-    except OffsetFileError as error:
-        assert str(damaged) in str(error)
-    else:
+    with contextlib.suppress(OffsetFileError):
         # A changed letter of a free text or figure is still a valid file; the tensor never differs.
-        assert read == original
+        assert DomainOffset.load(damaged) == original
 
 
 def test_an_oversized_header_is_refused_before_anything_is_allocated(saved: Path) -> None:
@@ -361,7 +358,9 @@ def test_saving_where_a_folder_lies_or_no_folder_can_be_is_an_error(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "plain"]
 
 
-def test_a_saved_file_has_the_mode_of_the_umask(tmp_path: Path, identity: BaseIdentity, make_offset: MakeOffset) -> None:
+def test_a_saved_file_has_the_mode_of_the_umask(
+    tmp_path: Path, identity: BaseIdentity, make_offset: MakeOffset
+) -> None:
     before = os.umask(0o027)
     try:
         path = make_offset(identity).save(tmp_path / "x.safetensors")

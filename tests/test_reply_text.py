@@ -78,9 +78,7 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
 
 
 @given(st.text(alphabet="law the é€😀日", max_size=16))
-def test_byte_fallback_and_leading_spaces_come_out_right(
-    sentencepiece_tokenizer: TorchTokenizer, text: str
-) -> None:
+def test_byte_fallback_and_leading_spaces_come_out_right(sentencepiece_tokenizer: TorchTokenizer, text: str) -> None:
     ids = sentencepiece_tokenizer.encode(text)
     found = deltas(sentencepiece_tokenizer, ids)
     assert "".join(found) == sentencepiece_tokenizer.decode(ids)
@@ -150,7 +148,9 @@ def test_what_may_become_a_stop_string_is_held_back(text: str, stop: str) -> Non
     for byte in text.encode():
         out += reply.push(byte)
         # Nothing that was let go can be the beginning of the stop string.
-        assert not any(out.endswith(stop[:n]) and text[len(out) :].startswith(stop[n:]) for n in range(1, len(stop) + 1))
+        assert not any(
+            out.endswith(stop[:n]) and text[len(out) :].startswith(stop[n:]) for n in range(1, len(stop) + 1)
+        )
 
 
 @pytest.mark.real_model

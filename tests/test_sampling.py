@@ -57,7 +57,9 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     assert frequencies(LOGITS, temperature=temperature)[0] == 1.0
 
 
-@pytest.mark.parametrize(("top_k", "keep"), [(1, [0]), (3, [0, 2, 5]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("top_k", "keep"), [(1, [0]), (3, [0, 2, 5]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])]
+)
 def test_top_k_keeps_the_k_likeliest(top_k: int, keep: list[int]) -> None:
     np.testing.assert_allclose(frequencies(LOGITS, top_k=top_k), kept(softmax(LOGITS), keep), atol=NEAR)
 

@@ -41,14 +41,16 @@ def test_an_unknown_domain_is_an_error_that_names_the_nearest(tmp_path: Path, ma
     with pytest.raises(UnknownDomainError, match="no domain is registered"):
         store.get("legal")
     store.put(make_offset(IDENTITY, domain="legal"))
-    with pytest.raises(UnknownDomainError, match=r"unknown domain 'leagl' in .*known domains: legal; did you mean 'leg"):
+    with pytest.raises(
+        UnknownDomainError, match=r"unknown domain 'leagl' in .*known domains: legal; did you mean 'leg"
+    ):
         store.get("leagl")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../legal", "a/b", "/legal", "a\0b", "-x", ".hidden", "a b", "x" * 65, "é"])
-def test_names_unfit_for_a_file_never_reach_the_file_system(
-    tmp_path: Path, make_offset: MakeOffset, name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../legal", "a/b", "/legal", "a\0b", "-x", ".hidden", "a b", "x" * 65, "é"]
+)
+def test_names_unfit_for_a_file_never_reach_the_file_system(tmp_path: Path, make_offset: MakeOffset, name: str) -> None:
     store = OffsetStore(tmp_path)
     with pytest.raises(OffsetFileError, match="cannot name a file; use 1 to 64 letters"):
         store.get(name)

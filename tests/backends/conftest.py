@@ -25,83 +25,115 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 # As most transformers configurations spell it; four query heads share two key heads.
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT_TOKENS,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-_MAMBA: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+_SIZES: dict[str, Any] = dict(
+    _SMALL,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=CONTEXT_TOKENS,
+)
 
-# How each architecture is configured: its configuration class in transformers, and what differs.
+# How each architecture is configured: its configuration class in transformers, and its settings.
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES),
     "gpt_neox": ("GPTNeoXConfig", _SIZES),
-    "gpt2": (
-        "GPT2Config",
-        {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_TOKENS}
-        | {"bos_token_id": 1, "eos_token_id": 0},
-    ),
-    "qwen2": ("Qwen2Config", _SIZES | {"use_sliding_window": True, "sliding_window": WINDOW_TOKENS} | {"max_window_layers": 1}),
-    "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 8}),
-    "mistral": ("MistralConfig", _SIZES | {"sliding_window": WINDOW_TOKENS}),
+    "gpt2": ("GPT2Config", dict(_SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT_TOKENS)),
+    "qwen2": ("Qwen2Config", dict(_SIZES, use_sliding_window=True, sliding_window=WINDOW_TOKENS, max_window_layers=1)),
+    "qwen3": ("Qwen3Config", dict(_SIZES, head_dim=8)),
+    "mistral": ("MistralConfig", dict(_SIZES, sliding_window=WINDOW_TOKENS)),
     "granite": (
         "GraniteConfig",
-        _SIZES | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
-        | {"logits_scaling": 2.0},
+        dict(_SIZES, embedding_multiplier=3, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0),
     ),
     "gemma2": (
         "Gemma2Config",
-        _SIZES | {"head_dim": 8, "sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": 8}
-        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0},
+        dict(
+            _SIZES,
+            head_dim=8,
+            sliding_window=WINDOW_TOKENS,
+            query_pre_attn_scalar=8,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=6.0,
+        ),
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        _SIZES | {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": 8}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        dict(
+            _SIZES,
+            num_hidden_layers=3,
+            head_dim=8,
+            sliding_window=WINDOW_TOKENS,
+            query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
     ),
-    "mamba": ("MambaConfig", _MAMBA | {"state_size": 8}),
-    "mamba2": ("Mamba2Config", _MAMBA | {"state_size": 16, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
+    "mamba": ("MambaConfig", dict(_SMALL, state_size=8)),
+    "mamba2": ("Mamba2Config", dict(_SMALL, state_size=16, num_heads=8, head_dim=8, n_groups=2, chunk_size=4)),
     # Attention and convolution layers in turn.
-    "lfm2": ("Lfm2Config", _SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "lfm2": ("Lfm2Config", dict(_SIZES, layer_types=["conv", "full_attention"])),
     # Attention and Mamba layers in turn; its scan starts from zero at every chunk.
     "jamba": (
         "JambaConfig",
-        _SIZES | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 4}
-        | {"mamba_d_state": 8, "mamba_dt_rank": 4},
+        dict(
+            _SIZES,
+            num_experts=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=4,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+        ),
     ),
     # Positions by a bias on the scores: not to be packed.
-    "bloom": ("BloomConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    # One expert layer a block, its window told to the mask alone.
-    "phimoe": ("PhimoeConfig", _SIZES | {"sliding_window": WINDOW_TOKENS, "num_local_experts": 2}),
+    "bloom": ("BloomConfig", dict(_SMALL, n_layer=2, n_head=4)),
+    # Tells its window to the mask alone.
+    "phimoe": ("PhimoeConfig", dict(_SIZES, sliding_window=WINDOW_TOKENS, num_local_experts=2)),
     # A table of embeddings in every layer, read by token id.
     "gemma3n": (
         "Gemma3nTextConfig",
-        _SIZES | {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": WINDOW_TOKENS, "laurel_rank": 4}
-        | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4},
+        dict(
+            _SIZES,
+            num_hidden_layers=4,
+            head_dim=8,
+            sliding_window=WINDOW_TOKENS,
+            laurel_rank=4,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=0,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            activation_sparsity_pattern=[0.0] * 4,
+        ),
     ),
     # Keeps its state in its modules, whatever sequence is fed.
     "recurrent_gemma": (
         "RecurrentGemmaConfig",
-        _SIZES | {"head_dim": 8, "lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+        dict(_SIZES, head_dim=8, lru_width=32, attention_window_size=8, block_types=["recurrent", "attention"]),
     ),
-}  # fmt: skip
-
+    # Turns keys by other angles in long sequences.
+    "phi3": (
+        "Phi3Config",
+        dict(
+            _SIZES,
+            original_max_position_embeddings=CONTEXT_TOKENS // 2,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": CONTEXT_TOKENS // 2,
+            },
+        ),
+    ),
+}
 
 
 def _make_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -157,7 +189,7 @@ def make_model() -> MakeModel:
 
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """Return the function that makes a byte-level tokenizer of `VOCAB_SIZE` tokens, with chat template or start token."""
+    """Return the function that makes a byte-level tokenizer, with a chat template or a start token if asked."""
     return _make_tokenizer
 
 

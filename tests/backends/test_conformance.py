@@ -89,7 +89,9 @@ class NudgesEveryOffset(FakeBackend):
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits:
         found = super().forward(chunks)
-        return [rows + np.float32(1e-5) if chunk.placements else rows for rows, chunk in zip(found, chunks, strict=True)]
+        return [
+            rows + np.float32(1e-5) if chunk.placements else rows for rows, chunk in zip(found, chunks, strict=True)
+        ]
 
 
 class MixesRows(FakeBackend):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from offset_runtime import OffsetRuntime, SamplingParams
 from offset_runtime.backends import conformance
 from offset_runtime.backends.fake import FakeBackend
 

@@ -11,7 +11,7 @@ from offset_runtime.backends import conformance
 from offset_runtime.backends.executors import PackedExecutor, RecurrentExecutor
 from offset_runtime.backends.torch import TorchBackend
 
-PACKED = ("llama", "gpt_neox", "gpt2", "qwen2", "qwen3", "mistral", "granite", "gemma2", "gemma3")
+PACKED = ("llama", "gpt_neox", "gpt2", "qwen2", "qwen3", "mistral", "granite", "gemma2", "gemma3", "phi3")
 RECURRENT = ("mamba", "mamba2", "lfm2", "jamba", "bloom", "phimoe")
 
 pytestmark = pytest.mark.usefixtures("one_thread")

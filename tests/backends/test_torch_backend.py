@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from offset_runtime import DomainOffset
 from offset_runtime.backends.base import Chunk
@@ -135,7 +139,10 @@ def test_offset_rows_are_rounded_once(make_model: MakeModel, tiny_tokenizer: Pre
 
 @pytest.mark.parametrize(
     ("architecture", "why"),
-    [("gemma3n", "feeding embeddings changes the logits"), ("recurrent_gemma", "RecurrentExecutor computes other logits")],
+    [
+        ("gemma3n", "feeding embeddings changes the logits"),
+        ("recurrent_gemma", "RecurrentExecutor computes other logits"),
+    ],
 )
 def test_models_that_cannot_take_an_offset_are_refused(
     architecture: str, why: str, make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast
@@ -178,21 +185,17 @@ def test_models_whose_embeddings_do_not_replace_their_ids_are_refused(
         TorchBackend(model, tiny_tokenizer)
 
 
-def test_a_refused_model_keeps_its_own_attention(make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_refused_model_keeps_its_own_attention(
+    make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     model = make_model("phimoe")
     before = model.config._attn_implementation
     TorchBackend(model, tiny_tokenizer)
     assert model.config._attn_implementation == before
 
 
-def test_the_context_ends_where_longrope_would_turn_all_keys(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    config = Phi3Config(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, bos_token_id=1,
-        eos_token_id=0, pad_token_id=0, max_position_embeddings=256, original_max_position_embeddings=64,
-        rope_parameters=rope | {"original_max_position_embeddings": 64},
-    )  # fmt: skip
-    assert TorchBackend(Phi3ForCausalLM(config), tiny_tokenizer).capabilities.context_tokens == 64
+def test_the_context_ends_where_longrope_would_turn_all_keys(tiny_backends: TinyBackends) -> None:
+    assert tiny_backends("phi3").capabilities.context_tokens == 64
 
 
 def test_a_chunk_beyond_the_context_is_refused_before_it_reaches_the_model(tiny_backends: TinyBackends) -> None:
@@ -267,7 +270,9 @@ def test_load_reads_a_folder(tmp_path: Path, make_model: MakeModel, tiny_tokeniz
     assert backend.model_bytes() * 2 == again.model_bytes()
 
 
-def test_load_names_what_is_wrong(tmp_path: Path, make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_load_names_what_is_wrong(
+    tmp_path: Path, make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     with pytest.raises(ModelNotFoundError, match=r"cannot load model .*Expected a hub id, a folder"):
         TorchBackend.load(tmp_path)
     with pytest.raises(InvalidRequestError, match="unknown dtype 'float99'; expected 'float32'"):
