@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime, Request, SamplingParams
+from offset_runtime import EngineSettings, OffsetRuntime, OffsetStore, Request, SamplingParams
 from offset_runtime.backends.base import Backend, Chunk
 from offset_runtime.backends.conformance import NEAR_TIE
 from offset_runtime.errors import RequestCancelledError
@@ -17,7 +18,8 @@ from offset_runtime.stream import Stream
 
 pytestmark = pytest.mark.real_model
 
-MakeOffset = Callable[..., DomainOffset]
+OFFSETS = Path(__file__).parents[1] / "examples" / "newsroom" / "offsets"
+DOMAINS = ("code", "computing", "news", "speech")
 
 TASKS = (
     "Name three colours.",
@@ -36,18 +38,15 @@ def runtime(smollm: Backend) -> Iterator[OffsetRuntime]:
 
 
 @pytest.fixture
-def requests(runtime: OffsetRuntime, make_offset: MakeOffset) -> list[Request]:
-    """Sixteen requests; random offsets as large as trained ones (rows with a norm of about 2.3)."""
-    identity = runtime.backend.identity
-    for seed, (domain, anchor) in enumerate(
-        [("news", "turn"), ("legal", "sequence"), ("code", "turn"), ("speech", "sequence")]
-    ):
-        runtime.register(make_offset(identity, domain, positions=2 + seed, anchor=anchor, seed=seed, scale=0.1))
-    domains = ["news", "legal", "code", "speech"]
+def requests(runtime: OffsetRuntime) -> list[Request]:
+    """Sixteen requests in the four domains whose trained offsets the repository ships."""
+    store = OffsetStore(OFFSETS)
+    for domain in DOMAINS:
+        runtime.register(store.get(domain))
     return [
         runtime.chat_request(
             [{"role": "user", "content": f"{TASKS[i // 4]}{' Please.' * (i % 3)}"}],
-            domain=domains[i % 4],
+            domain=DOMAINS[i % 4],
             sampling=SamplingParams(max_tokens=8 + i % 5),
         )
         for i in range(16)
