@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -34,10 +35,9 @@ def tables(evaluation: Evaluation) -> Group:
 
 def domain_table(evaluation: Evaluation) -> Table:
     """Gain and retention of each domain's own offset."""
-    table = Table(title="Gain and retention", title_justify="left")
-    table.add_column("domain", style="bold")
-    for heading in ("documents", "perplexity", "gain %", "95 % interval", "retention KL", "reply perplexity"):
-        table.add_column(heading, justify="right")
+    table = _table("Gain and retention (perplexities without → with the offset)", "domain")
+    for heading in ("docs", "perplexity", "gain %", "95 %", "KL", "reply perpl."):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, domain in evaluation.domains.items():
         table.add_row(name, str(domain.documents), *_domain_cells(domain))
     return table
@@ -45,8 +45,7 @@ def domain_table(evaluation: Evaluation) -> Table:
 
 def matrix_table(evaluation: Evaluation) -> Table:
     """Gain in percent of every offset on every domain's documents; a domain's own is underlined."""
-    table = Table(title="Gain % by documents (rows) and offset (columns)", title_justify="left")
-    table.add_column("documents", style="bold")
+    table = _table("Gain % by documents (rows) and offset (columns)", "documents")
     columns = list(dict.fromkeys(column for cells in evaluation.matrix.values() for column in cells))
     for column in columns:
         table.add_column(column, justify="right")
@@ -57,14 +56,20 @@ def matrix_table(evaluation: Evaluation) -> Table:
 
 def position_table(evaluation: Evaluation) -> Table:
     """Mean cross-entropy without and with the own offset, by position of the reply."""
-    table = Table(title="Cross-entropy (nats) by position in the reply, without → with", title_justify="left")
-    table.add_column("domain", style="bold")
+    table = _table("Cross-entropy (nats) by position in the reply, without → with", "domain")
     last = max(domain.by_position.positions[-1] + 1 for domain in evaluation.domains.values())
     spans = [(first, min(end, last)) for first, end in POSITION_SPANS if first <= last]
     for first, end in spans:
         table.add_column(str(first) if first == end else f"{first}–{end}", justify="right")
     for name, domain in evaluation.domains.items():
         table.add_row(name, *(_span_text(domain.by_position, first, end) for first, end in spans))
+    return table
+
+
+def _table(title: str, first: str) -> Table:
+    # Without vertical lines the widest of them fits a terminal of 80 columns.
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, style="bold")
     return table
 
 
@@ -79,7 +84,7 @@ def _domain_cells(domain: DomainEvaluation) -> list[str | Text]:
 
 
 def _interval_text(interval: Interval | None) -> str:
-    return "–" if interval is None else f"{interval[0]:+.1f} … {interval[1]:+.1f}"
+    return "–" if interval is None else f"{interval[0]:+.1f}…{interval[1]:+.1f}"
 
 
 def _gain_text(gain: Gain | None, *, own: bool = False) -> Text:
@@ -226,13 +231,13 @@ def _binned(curve: PositionCurve) -> tuple[list[float], list[float], list[float]
 
 def _label_outer(axes: Axes, *, bottom: bool, left: bool) -> None:
     axes.tick_params(labelbottom=bottom, labelleft=left)
-    axes.set_xlabel("position in the reply" if bottom else "")
+    axes.set_xlabel("position in the reply (log scale)" if bottom else "")
     axes.set_ylabel("cross-entropy, nats" if left else "")
 
 
 def _label_curves(axes: Axes) -> None:
     labels = ["base model", "with its offset"]
-    axes.legend(axes.lines[:2], labels, frameon=False, fontsize=8.5, loc="upper right", borderaxespad=0.2)
+    axes.legend(axes.lines[:2], labels, frameon=False, fontsize=8.5, loc="best", borderaxespad=0.2)
 
 
 def _draw_matrix(axes: Axes, evaluation: Evaluation) -> None:

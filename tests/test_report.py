@@ -49,7 +49,18 @@ def text(renderable: RenderableType, *, colour: bool = False) -> str:
 
 def test_the_domain_table_shows_gain_interval_and_retention_together() -> None:
     shown = text(domain_table(evaluation("legal")))
-    for figure in ("legal", "20", "40.00 → 34.00", "+15.0", "+13.0 … +17.0", "0.020", "2.04 → 2.11"):
+    for figure in ("legal", "20", "40.00 → 34.00", "+15.0", "+13.0…+17.0", "0.020", "2.04 → 2.11"):
+        assert figure in shown
+
+
+def test_the_domain_table_fits_80_columns() -> None:
+    names = ("a-rather-long-domain", "code")
+    found = evaluation(*names)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(domain_table(found))
+    shown = capture.get()
+    for figure in (*names, "40.00 → 34.00", "+13.0…+17.0", "2.04 → 2.11", "reply perpl."):
         assert figure in shown
 
 
@@ -71,9 +82,8 @@ def test_retention_beyond_the_budget_is_red() -> None:
 
 def test_the_matrix_has_a_row_a_domain_and_a_column_an_offset() -> None:
     lines = text(matrix_table(evaluation("legal", "code", spare="news"))).splitlines()
-    cells = [line.replace("┃", "│").split("│") for line in lines]
-    rows = [[cell.strip() for cell in row[1:-1]] for row in cells if len(row) == 6]
-    assert rows == [
+    rows = [line.split() for line in lines]
+    assert [row for row in rows if len(row) == 4] == [
         ["documents", "legal", "code", "news"],
         ["legal", "+15.0", "-4.0", "-4.0"],
         ["code", "-4.0", "+15.0", "-4.0"],
@@ -92,7 +102,7 @@ def test_the_table_by_position_covers_only_positions_that_exist() -> None:
     found = Evaluation({"legal": domain(15.0, tokens=10)}, {"legal": {"legal": gain(15.0)}})
     shown = text(position_table(found))
     assert "5–10" in shown
-    assert "17" not in shown.splitlines()[2]
+    assert "17" not in shown
     assert "5.00 → 4.50" in shown
 
 
