@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -111,10 +112,10 @@ def details(offset: DomainOffset, path: Path) -> dict[str, Any]:
 
 def list_table(entries: Iterable[Entry]) -> Table:
     """One line an offset."""
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("domain", style="bold")
     for heading, right in (
-        ("K", True), ("anchor", False), ("format", False), ("gain %", True), ("retention KL", True),
+        ("K", True), ("anchor", False), ("format", False), ("gain %", True), ("KL", True),
         ("bytes", True), ("digest", False), ("created", False),
     ):  # fmt: skip
         table.add_column(heading, justify="right" if right else "left")
@@ -132,15 +133,15 @@ def list_table(entries: Iterable[Entry]) -> Table:
             _figure(row["retention_kl"], ".3f"),
             f"{row['bytes']:,}",
             row["digest"][:DIGEST_PREFIX],
-            row["created_at"][:16].replace("T", " "),
+            row["created_at"][:10],
         )
     return table
 
 
 def details_table(fields: Mapping[str, Any]) -> Table:
     """All fields of one offset, nested ones under their path."""
-    table = Table(show_header=False)
-    table.add_column(style="bold")
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for key, value in _flat("", fields):
         table.add_row(key, value)
@@ -166,6 +167,8 @@ def _flat(prefix: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield from _flat(f"{prefix}{key}.", value)
         elif key == "sketch":
             yield f"{prefix}{key}", f"{str(value)[:DIGEST_PREFIX]}…"
+        elif isinstance(value, float):
+            yield f"{prefix}{key}", f"{value:.4g}"
         elif isinstance(value, list):
             yield f"{prefix}{key}", ", ".join(str(item) for item in value)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from offset_runtime.offset import DomainOffset, PromptFormat
@@ -75,13 +76,11 @@ def _total(scores: Sequence[Score]) -> Score:
 
 def ranking_table(scores: Sequence[RankedScore]) -> Table:
     """One line a domain, the likeliest first; the plain base is dim."""
-    table = Table(
-        title="Log-likelihood; the last column is the difference to the base, per token", title_justify="left"
-    )
+    table = Table(title="Log-likelihood in nats", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", justify="right")
     table.add_column("domain", style="bold")
     table.add_column("format")
-    for heading in ("tokens", "nats", "per token", "to base"):
+    for heading in ("tokens", "total", "per token", "above base per token"):
         table.add_column(heading, justify="right")
     for place, score in enumerate(scores, start=1):
         table.add_row(

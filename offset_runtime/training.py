@@ -23,10 +23,10 @@ from torch import Tensor
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.documents import Document, Documents
 from offset_runtime.errors import DocumentError
-from offset_runtime.layout import Example, default_anchor, lay_out
+from offset_runtime.layout import Example, default_anchor, lay_out, within_context
 from offset_runtime.objective import Objective, Prepared
 from offset_runtime.offset import Anchor, DomainOffset, PromptFormat
-from offset_runtime.retention import base_replies, measure_retention
+from offset_runtime.retention import KL_BUDGET, base_replies, measure_retention
 from offset_runtime.scoring import perplexity, target_logprobs
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class TrainingSettings(BaseModel):
     steps: int = Field(default=36, ge=1)
     l2: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     retention_weight: float = Field(default=1.5, ge=0, allow_inf_nan=False)
-    max_kl: float = Field(default=0.05, gt=0)
+    max_kl: float = Field(default=KL_BUDGET, gt=0)
     validate_every: int = Field(default=6, ge=1)
     patience: int = Field(default=3, ge=1)
     seed: int = Field(default=0, ge=0)
@@ -311,19 +311,19 @@ def _examples(
         documents, backend.tokenizer, settings.prompt_format, max_tokens=settings.max_tokens, seed=settings.seed
     )
     context = backend.capabilities.context_tokens
-    fitting = [e for e in examples if len(e.token_ids) <= context]
-    if short or len(fitting) < len(examples):
+    fitting, too_long = within_context(examples, context)
+    if short or too_long:
         _log.warning(
             "%s: left out %d documents that are too short and %d that exceed the context of %d tokens",
             domain,
             short,
-            len(examples) - len(fitting),
+            too_long,
             context,
         )
     if not fitting:
         raise DocumentError(
             f"domain {domain!r}: none of {len(documents)} documents can be used ({short} too short, "
-            f"{len(examples)} too long for the context of {context} tokens); give texts of a few sentences"
+            f"{too_long} too long for the context of {context} tokens); give texts of a few sentences"
         )
     return fitting
 

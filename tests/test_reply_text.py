@@ -67,6 +67,27 @@ def test_no_delta_holds_a_part_of_a_character(text: str) -> None:
         assert delta == "" or set(delta) <= set(text)
 
 
+class PieceTokenizer(FakeTokenizer):
+    """Tokens are the given bytes, which may begin and end inside a character."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = list(pieces)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self.pieces[i] for i in token_ids).decode("utf-8", errors="replace")
+
+
+@given(st.lists(st.lists(st.sampled_from("aé€😀".encode()), min_size=1, max_size=4).map(bytes), max_size=12))
+def test_tokens_of_several_bytes_join_to_their_text(pieces: list[bytes]) -> None:
+    tokenizer = PieceTokenizer(pieces)
+    assert "".join(deltas(tokenizer, range(len(pieces)))) == tokenizer.decode(range(len(pieces)))
+
+
+def test_a_character_completed_beside_the_beginning_of_another_is_not_shown_broken() -> None:
+    pieces = [b"\xf0\x9f", b"\x98\x80\xe2", b"\xff", b"\xff", b"!"]
+    assert "".join(deltas(PieceTokenizer(pieces), range(5))) == f"😀{REPLACEMENT * 3}!"
+
+
 def test_each_character_comes_with_its_last_byte() -> None:
     assert deltas(FakeTokenizer(), list("aé€😀b".encode())) == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
 
@@ -113,6 +134,9 @@ def test_a_token_without_text_does_not_swallow_the_space_after_it(sentencepiece_
 def test_text_ends_at_the_first_stop_string(text: str, stop: list[str], expected: str) -> None:
     assert "".join(deltas(FakeTokenizer(), list(text.encode()), stop)) == expected
     assert cut_at_first_stop(text, stop) == expected
+    for width in (2, 3, 99):
+        pieces = [text[i : i + width].encode() for i in range(0, len(text), width)]
+        assert "".join(deltas(PieceTokenizer(pieces), range(len(pieces)), stop)) == expected
 
 
 @given(
@@ -123,23 +147,13 @@ def test_stop_strings_cut_as_reading_character_by_character_does(text: str, stop
     assert "".join(deltas(FakeTokenizer(), list(text.encode()), stop)) == cut_at_first_stop(text, stop)
 
 
-class PairTokenizer(FakeTokenizer):
-    """Two characters a token, so that stop strings begin and end inside tokens."""
-
-    def __init__(self, text: str) -> None:
-        self.pieces = [text[i : i + 2] for i in range(0, len(text), 2)]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(self.pieces[i] for i in token_ids)
-
-
 @given(
     st.text(alphabet="abc", max_size=12),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_where_tokens_begin_does_not_matter(text: str, stop: list[str]) -> None:
-    tokenizer = PairTokenizer(text)
-    assert "".join(deltas(tokenizer, range(len(tokenizer.pieces)), stop)) == cut_at_first_stop(text, stop)
+    pairs = [text[i : i + 2].encode() for i in range(0, len(text), 2)]
+    assert "".join(deltas(PieceTokenizer(pairs), range(len(pairs)), stop)) == cut_at_first_stop(text, stop)
 
 
 @given(st.text(alphabet="abc", max_size=12), st.text(alphabet="abc", min_size=1, max_size=4))

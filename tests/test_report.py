@@ -54,7 +54,7 @@ def test_the_domain_table_shows_gain_interval_and_retention_together() -> None:
 
 
 def test_the_domain_table_fits_80_columns() -> None:
-    names = ("a-rather-long-domain", "code")
+    names = ("computing", "code")
     found = evaluation(*names)
     console = Console(width=80)
     with console.capture() as capture:
