@@ -24,6 +24,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
+# Fixtures of tiny models, for tests that need tensors but no trained model.
+pytest_plugins = ("tiny_models",)
+
 MakeOffset = Callable[..., DomainOffset]
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -57,6 +58,71 @@ def docs(tmp_path: Path) -> Path:
     path = tmp_path / "legal.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]) -> Path:
+    """A folder as transformers saves it, with a tiny model that can chat."""
+    make_model("llama", max_position_embeddings=512).save_pretrained(tmp_path / "tiny")
+    make_tokenizer(chat=True).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def many_docs(tmp_path: Path) -> Path:
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{text} Case {i}."}) + "\n" for i in range(4) for text in TEXTS))
+    return path
+
+
+# train
+
+
+def test_train_writes_an_offset_and_reports_gain_with_retention(
+    tiny_folder: Path, many_docs: Path, tmp_path: Path
+) -> None:
+    settings = ("--steps", 2, "--max-tokens", 16, "-k", 2, "--retention-weight", 0)
+    result = run("train", "legal", "-m", tiny_folder, "--docs", many_docs, "-s", tmp_path / "new", *settings)
+    assert result.exit_code == 0, result.output
+    assert "gain" in result.stdout
+    assert "KL" in result.stdout
+    offset = OffsetStore(tmp_path / "new").get("legal")
+    assert offset.tensor.shape == (2, 32)
+    assert {"gain_percent", "retention"} <= offset.metrics.keys()
+
+
+def test_train_json_is_one_object(tiny_folder: Path, many_docs: Path, tmp_path: Path) -> None:
+    arguments = ("--docs", many_docs, "-s", tmp_path / "new", "--recipe", "paper", "--steps", 2, "--json")
+    result = run("train", "legal", "-m", tiny_folder, *arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["prompt_format"], found["anchor"], found["positions"]) == ("raw", "sequence", 1)
+    assert found["training"]["retention_weight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--format", "chatt"), "--format chatt: Input should be 'raw', 'bos' or 'chat'"),
+        (("--anchor", "end"), "--anchor end: Input should be 'sequence' or 'turn'"),
+        (("--positions", 0), "--positions 0"),
+        (("--recipe", "papr"), "did you mean 'paper'?"),
+        (("--docs", "nowhere"), "no file or folder nowhere"),
+        (("--validation", "nowhere"), "no file or folder nowhere"),
+        (("--model", "nowhere"), "no model 'nowhere'"),
+        (("--model", "fake"), "training needs the torch backend"),
+    ],
+)
+def test_train_refuses_what_it_cannot_use(
+    many_docs: Path, tmp_path: Path, arguments: tuple[object, ...], named: str
+) -> None:
+    start = ("train", "legal", "--model", "fake", "--docs", many_docs, "--store", tmp_path / "new")
+    assert named in failed(*start, *arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_train_refuses_a_domain_that_names_no_file(many_docs: Path) -> None:
+    assert "'../legal' cannot name a file" in failed("train", "../legal", "-m", "fake", "--docs", many_docs)
 
 
 # eval

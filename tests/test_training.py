@@ -43,9 +43,8 @@ def few_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def tiny(make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]) -> TorchBackend:
-    model = make_model("llama")
     # The tiny tokenizer spells most words out, so a chat takes more tokens than the tiny models' context.
-    model.config.max_position_embeddings = 512
+    model = make_model("llama", max_position_embeddings=512)
     return TorchBackend(model, make_tokenizer(chat=True, bos=True))
 
 
