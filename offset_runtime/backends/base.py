@@ -109,16 +109,26 @@ class Backend(Protocol):
 
         Returns for each chunk its next-token logits, float32 of shape (n, vocabulary): n is 0, 1 or
         the chunk's length, as `Chunk.logits` says. On an error no sequence has changed.
+
+        Raises `InvalidRequestError` for a chunk without tokens, a token outside the vocabulary, a sequence
+        that is not open, or two chunks of one sequence.
         """
 
     def fork(self, sequence: SequenceId) -> SequenceId:
-        """Open a new sequence with the same state. The two are independent from then on."""
+        """Open a new sequence with the same state. The two are independent from then on.
+
+        Raises `InvalidRequestError` where the backend does not declare it.
+        """
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
-        """Cut the sequence back to its first `tokens` tokens."""
+        """Cut the sequence back to its first `tokens` tokens.
+
+        Raises `InvalidRequestError` where the backend does not declare it, and for a length that the
+        sequence does not have.
+        """
 
     def free(self, sequence: SequenceId) -> None:
-        """Release the sequence and its state."""
+        """Release the sequence and its state. Freeing it once more does nothing."""
 
     def state_bytes(self) -> int:
         """Bytes of state that all open sequences hold together."""

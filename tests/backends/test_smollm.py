@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from offset_runtime.backends import conformance
@@ -13,3 +15,13 @@ pytestmark = pytest.mark.real_model
 @pytest.mark.parametrize("behaviour", conformance.BEHAVIOURS)
 def test_contract(behaviour: str, smollm: Backend) -> None:
     conformance.check(behaviour, lambda: smollm)
+
+
+def test_the_tokenizer_may_be_used_from_many_threads_at_once(smollm: Backend) -> None:
+    tokenizer = smollm.tokenizer
+    texts = [f"<|im_start|>user\nGrüße number {i}, naïve 東京<|im_end|>\n" * (1 + i % 5) for i in range(200)]
+    expected = [tokenizer.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert list(pool.map(tokenizer.encode, texts)) == expected
+            assert list(pool.map(tokenizer.decode, expected)) == [tokenizer.decode(ids) for ids in expected]

@@ -89,6 +89,43 @@ def test_decode_far_beyond_the_sliding_window_gives_the_models_own_logits(
     np.testing.assert_allclose(np.concatenate(rows), plain_logits(model, ids, [placement]), atol=1e-4)
 
 
+def test_a_sequence_that_outgrows_its_first_buffer_keeps_its_state(
+    tiny_backends: TinyBackends, make_model: MakeModel
+) -> None:
+    backend, model = tiny_backends("llama"), make_model("llama")
+    ids = [int(i) for i in np.random.default_rng(4).integers(5, 300, 128)]
+    sequence, rows = backend.allocate(), []
+    for start, stop in ((0, 50), (50, 63), (63, 64), (64, 65), (65, 128)):
+        rows.append(backend.forward([Chunk(sequence, ids[start:stop], (), "all")])[0])
+    backend.free(sequence)
+    np.testing.assert_allclose(np.concatenate(rows), plain_logits(model, ids, []), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba2", "lfm2"])
+def test_a_pass_that_fails_inside_the_model_leaves_no_trace(
+    architecture: str, make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model, plain = make_model(architecture), make_model(architecture)
+    backend = TorchBackend(model, tiny_tokenizer)
+    sequences = [backend.allocate(), backend.allocate()]
+    for sequence in sequences:
+        backend.forward([Chunk(sequence, PROMPTS[0][:6])])
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    # The first layer has written its state by then.
+    last = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)][0][-1]
+    handle = last.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        backend.forward([Chunk(sequence, PROMPTS[2]) for sequence in sequences])
+    handle.remove()
+    assert [backend.length(sequence) for sequence in sequences] == [6, 6]
+    found = backend.forward([Chunk(sequence, PROMPTS[0][6:], (), "all") for sequence in sequences])
+    for rows in found:
+        np.testing.assert_allclose(rows, plain_logits(plain, PROMPTS[0], [])[6:], atol=1e-4)
+
+
 def test_a_window_that_only_the_mask_knows_is_not_packed_however_wide_it_is(
     make_model: MakeModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
