@@ -16,8 +16,9 @@ from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import InvalidRequestError, OffsetError, UnknownDomainError, nearest_hint
 from offset_runtime.models import BackendName, ModelSpec
 from offset_runtime.offset import DomainOffset
-from offset_runtime.runtime import OffsetRuntime, shared_runtimes
+from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.sampling import SamplingParams
+from offset_runtime.shared import shared_runtimes
 from offset_runtime.store import OffsetStore
 
 PROVIDER = "offset-runtime"

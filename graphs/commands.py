@@ -20,7 +20,8 @@ from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.schema import Workflow
 from offset_runtime.graphs.terminal import memory_line, show_events
-from offset_runtime.runtime import OffsetRuntime, shared_runtimes
+from offset_runtime.runtime import OffsetRuntime
+from offset_runtime.shared import shared_runtimes
 from offset_runtime.terminal import messages, output, quiet_libraries
 
 graph_app = typer.Typer(help="Check and draw workflow files.", no_args_is_help=True, add_completion=False)

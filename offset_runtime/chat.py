@@ -16,20 +16,17 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     The template writes its special tokens itself, so none are added.
 
     Raises `PromptFormatError` when the model has no chat template, `InvalidRequestError` for an empty
-    conversation or an unknown role.
+    conversation, an unknown role or content that is no text.
     """
     if not tokenizer.has_chat_template:
         raise PromptFormatError(
             "this model has no chat template, so chat messages cannot be laid out; "
-            "use OffsetLLM or OffsetRuntime.complete with plain text"
+            "continue plain text with OffsetRuntime.text_request instead"
         )
     if not messages:
         raise InvalidRequestError("no messages; a chat needs at least one")
-    for message in messages:
-        if message.get("role") not in ROLES:
-            raise InvalidRequestError(
-                f"unknown message role {message.get('role')!r}; expected one of {', '.join(sorted(ROLES))}"
-            )
+    for place, message in enumerate(messages, start=1):
+        _check(message, place)
     try:
         rendered = tokenizer.render_chat(messages)
     except PromptFormatError:
@@ -38,6 +35,20 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
         # Some templates know no system role (Gemma's); what it says then opens the user's message.
         rendered = tokenizer.render_chat(_system_in_user_message(messages))
     return tokenizer.encode(rendered)
+
+
+def _check(message: Message, place: int) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequestError(
+            f"unknown message role {role!r} in message {place}; expected one of {', '.join(sorted(ROLES))}"
+        )
+    if not isinstance(content, str):
+        found = f"content of type {type(content).__name__}" if "content" in message else "no content"
+        raise InvalidRequestError(
+            f"message {place} ({role}) has {found}; expected a string, which may be empty where an "
+            "assistant's message holds tool_calls alone"
+        )
 
 
 def _system_in_user_message(messages: Sequence[Message]) -> list[Message]:

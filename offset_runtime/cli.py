@@ -135,6 +135,7 @@ def train(
     [bold]Example[/bold]: offset-runtime train legal -m smollm2-135m --docs contracts/ --docs letters.jsonl
     """
     from offset_runtime.documents import read_documents
+    from offset_runtime.training import held_back_count
 
     changes = {
         "prompt_format": prompt_format,
@@ -150,8 +151,9 @@ def train(
     target = OffsetStore(store)
     target.path(domain)  # a name unfit for a file is refused before the work, not after it
     documents = read_documents(docs)
-    settings = _training_settings(recipe, len(documents.items), {k: v for k, v in changes.items() if v is not None})
     held_back = read_documents(validation) if validation else None
+    trained_on = len(documents.items) - (0 if held_back else held_back_count(len(documents.items)))
+    settings = _training_settings(recipe, trained_on, {k: v for k, v in changes.items() if v is not None})
     with _loaded(model, backend, device) as base:
         offset = _train(base, documents, domain, settings, held_back)
     path = target.put(offset)
@@ -290,8 +292,9 @@ def _training_settings(recipe: str, documents: int, changes: dict[str, Any]) -> 
         return recipes[recipe](**changes)
     except ValidationError as error:
         problem = error.errors()[0]
-        option = str(problem["loc"][0]).replace("prompt_format", "format").replace("_", "-")
-        raise InvalidRequestError(f"--{option} {problem['input']}: {problem['msg']}") from error
+        option = "".join(str(part) for part in problem["loc"]).replace("prompt_format", "format").replace("_", "-")
+        where = f"--{option} {problem['input']}" if option else "train"
+        raise InvalidRequestError(f"{where}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
 def _train(
@@ -318,7 +321,11 @@ def _print_trained(offset: DomainOffset, path: Path, as_json: bool) -> None:
         print_json(details(offset, path))
         return
     output().print(list_table([Entry(path, offset)]))
-    output().print(f"wrote {path}; gain on {offset.metrics['documents']} documents that were held back")
+    count = offset.metrics["documents"]
+    gain = (
+        f"gain on {count} documents that were held back" if count else "too few documents to hold any back for a gain"
+    )
+    output().print(f"wrote {path}; {gain}", soft_wrap=True)
 
 
 @contextmanager

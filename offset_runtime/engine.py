@@ -104,6 +104,11 @@ class Engine:
     ) -> None:
         self.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests can still be submitted: not closed, and its thread has not died."""
+        return self._failure is None and not self._closing
+
     def submit(self, request: Request, sink: Sink) -> Ticket:
         """Queue a request.
 

@@ -73,7 +73,7 @@ def lay_out(
     wording of the requests in `chat`.
 
     Raises `PromptFormatError` where the model has no start token (`bos`) or no chat template (`chat`),
-    or for conversations outside `chat`.
+    `DocumentError` for conversations outside `chat`.
     """
     _check_format(documents, tokenizer, prompt_format)
     chooser = random.Random(seed)

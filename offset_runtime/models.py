@@ -47,8 +47,9 @@ class ModelSpec(BaseModel):
 def load_backend(spec: ModelSpec) -> Backend:
     """Load the base model that `spec` names.
 
-    Raises `ModelNotFoundError` when the name leads nowhere and `UnsupportedModelError` when the model
-    cannot take an offset.
+    Raises `ModelNotFoundError` when the name leads nowhere or the model cannot be read,
+    `UnsupportedModelError` when it cannot take an offset, `InvalidRequestError` for a dtype or device
+    that is unknown or not here, and `OffsetError` when the cache of converted models cannot be written.
     """
     if spec.base == "fake" or spec.backend == "fake":
         from offset_runtime.backends.fake import FakeBackend
@@ -89,6 +90,9 @@ def converted_gguf(path: Path) -> Path:
 
     transformers takes many seconds to read a GGUF; the folder is made once, kept in the cache under
     the file's digest (4 bytes a weight: 539 MB for SmolLM2-135M) and read in under a second after.
+
+    Raises `ModelNotFoundError` for a file that cannot be read, `OffsetError` for a cache that cannot be
+    written.
     """
     target = cache_directory() / f"{path.stem}-{_file_digest(path)[:16]}"
     if not target.is_dir():
@@ -110,35 +114,69 @@ def _packaged(base: str) -> Path:
 
 
 def _convert_gguf(path: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     except OSError as error:
-        raise OffsetError(
-            f"cannot write the model cache {target.parent}: {error.strerror}; set {CACHE_VARIABLE} to a writable folder"
-        ) from error
+        raise _unwritable(target.parent, error) from error
     try:
-        source: dict[str, Any] = {"gguf_file": path.name}
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
-        # transformers refuses to save what it thinks is still quantised.
-        model.hf_quantizer = None  # type: ignore[assignment]
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        # The last writer of two at once loses, and both read the same bytes.
-        if not target.is_dir():
-            work.rename(target)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise ModelNotFoundError(f"cannot read GGUF file {path} with transformers: {error}") from error
+        model, tokenizer = _read_gguf(path)
+        try:
+            model.save_pretrained(work)
+            tokenizer.save_pretrained(work)
+            _move(work, target)
+        # On a full disk the tokenizers package raises Exception itself.
+        except Exception as error:
+            raise _unwritable(target.parent, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _read_gguf(path: Path) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a GGUF file, ready to be saved."""
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source: dict[str, Any] = {"gguf_file": path.name}
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
+    # A damaged file makes its readers raise whatever they stumble on, up to Exception itself.
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    # transformers refuses to save what it thinks is still quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+def _move(work: Path, target: Path) -> None:
+    try:
+        work.rename(target)
+    except OSError:
+        # Of two that convert at once the last finds the other's folder, which holds the same bytes.
+        if not target.is_dir():
+            raise
+
+
+def _unreadable(path: Path, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"cannot read GGUF file {path} with transformers: {error!r}. Expected a whole GGUF file of a causal "
+        "language model that transformers can read; get the file again, or use a transformers folder."
+    )
+
+
+def _unwritable(folder: Path, error: Exception) -> OffsetError:
+    return OffsetError(
+        f"cannot write the model cache {folder}: {error}; free space there (4 bytes a weight), "
+        f"or set {CACHE_VARIABLE} to another writable folder"
+    )
+
+
 def _file_digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from error

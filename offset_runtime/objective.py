@@ -19,10 +19,15 @@ from offset_runtime.backends.executors import Feed
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.layout import Example
 from offset_runtime.offset import Anchor
+from offset_runtime.placement import anchor_index
 
 # Tokens in one differentiable pass; larger batches are split and their gradients added up. On
 # SmolLM2-135M in float32 a pass keeps about 1.1 MB of activations a token (docs/evaluation.md).
 PASS_TOKENS = 640
+
+# State of prefixes that is kept between steps; examples beyond it are fed from their first token in
+# every step, which costs time and not memory.
+PREFIX_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,10 @@ class Prepared:
 class Objective:
     """Losses of prepared examples under δ (K, d). Holds the prefixes' state until `close`."""
 
-    def __init__(self, backend: TorchBackend, anchor: Anchor, positions: int) -> None:
-        self._backend, self._anchor, self._positions = backend, anchor, positions
+    def __init__(self, backend: TorchBackend, domain: str, anchor: Anchor, positions: int) -> None:
+        self._backend, self._domain, self._anchor, self._positions = backend, domain, anchor, positions
         self._sequences: list[SequenceId] = []
+        self._prefix_bytes = 0
         self.hidden_size = backend.identity.hidden_size
 
     def close(self) -> None:
@@ -58,7 +64,10 @@ class Objective:
             self._backend.free(self._sequences.pop())
 
     def prepare(self, examples: Sequence[Example], *, keep_base: bool = False) -> list[Prepared]:
-        """Compute the prefixes of `examples`, and with `keep_base` the base's log-probabilities."""
+        """Compute the prefixes of `examples`, and with `keep_base` the base's log-probabilities.
+
+        Raises `PlacementError` where a prompt has fewer tokens than a turn-anchored offset has positions.
+        """
         prepared = [self._prepare(example) for example in examples]
         if not keep_base:
             return prepared
@@ -122,17 +131,17 @@ class Objective:
         return self._backend.executor.forward_grad(feeds)
 
     def _prepare(self, example: Example) -> Prepared:
-        anchor = 0
-        if self._anchor == "turn":
-            anchor = max(0, example.anchored_tokens - self._positions)
+        anchor = anchor_index(self._anchor, self._positions, example.anchored_tokens, domain=self._domain)
         # A recurrent state cannot be shared by passes with gradient, so such models start at 0.
         start = anchor if self._backend.capabilities.truncate else 0
-        if start == 0:
+        if start == 0 or self._prefix_bytes > PREFIX_BYTES:
             return Prepared(example, 0, anchor, self._backend.executor.new_state())
         sequence = self._backend.allocate()
         self._sequences.append(sequence)
         self._backend.forward([Chunk(sequence, example.token_ids[:start], (), "none")])
-        return Prepared(example, start, anchor, self._backend.state(sequence))
+        state = self._backend.state(sequence)
+        self._prefix_bytes += state.bytes()
+        return Prepared(example, start, anchor, state)
 
 
 def _targets(batch: Sequence[Prepared]) -> int:

@@ -119,7 +119,7 @@ class DomainOffset:
         with np.errstate(all="ignore"):
             # Beyond float32, and 0 times that, are not finite, which the new offset refuses.
             tensor = self.tensor * np.float32(strength)
-        return dataclasses.replace(self, tensor=tensor)
+        return dataclasses.replace(self, tensor=tensor, metrics={})
 
     def renamed(self, domain: str) -> DomainOffset:
         """Return this offset under another domain name (the digest stays)."""
@@ -137,7 +137,10 @@ class DomainOffset:
         return hash(self.digest)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the offset file atomically: a reader sees the old file or the new one, never a part."""
+        """Write the offset file atomically: a reader sees the old file or the new one, never a part.
+
+        Raises `OffsetFileError` when it cannot be written, or when training or metrics are no JSON.
+        """
         target = Path(path)
         metadata = {
             "format_version": FORMAT_VERSION,
@@ -145,14 +148,23 @@ class DomainOffset:
             "anchor": self.anchor,
             "prompt_format": self.prompt_format,
             "base": self.base.model_dump_json(),
-            "training": json.dumps(dict(self.training), sort_keys=True),
+            "training": self._field_json("training", self.training),
             "documents_digest": self.documents_digest,
-            "metrics": json.dumps(dict(self.metrics), sort_keys=True),
+            "metrics": self._field_json("metrics", self.metrics),
             "created_at": self.created_at,
             "digest": self.digest,
         }
         _write_atomically(target, save_safetensors({TENSOR_NAME: self.tensor}, metadata=metadata))
         return target
+
+    def _field_json(self, name: str, value: Mapping[str, Any]) -> str:
+        try:
+            return json.dumps(dict(value), sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise OffsetFileError(
+                f"cannot write the offset of domain {self.domain!r}: its {name} are no JSON ({error}); "
+                "use plain numbers, strings, lists and dicts"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DomainOffset:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offset_runtime.errors import PlacementError
-from offset_runtime.offset import DomainOffset
+from offset_runtime.offset import Anchor, DomainOffset
 
 # A token id, or (token id, offset digest, row) under a placement.
 Symbol = int | tuple[int, str, int]
@@ -39,13 +39,22 @@ def place(offset: DomainOffset, prompt_tokens: int) -> Placement:
     """
     if offset.anchor == "sequence":
         return Placement(0, offset, min(offset.positions, prompt_tokens))
-    index = prompt_tokens - offset.positions
+    index = anchor_index(offset.anchor, offset.positions, prompt_tokens, domain=offset.domain)
+    return Placement(index, offset, offset.positions)
+
+
+def anchor_index(anchor: Anchor, positions: int, prompt_tokens: int, *, domain: str) -> int:
+    """Return the position of an offset's first row in a prompt of `prompt_tokens` tokens.
+
+    Raises `PlacementError` as `place` does; `domain` names the offset in the message.
+    """
+    index = 0 if anchor == "sequence" else prompt_tokens - positions
     if index < 0:
         raise PlacementError(
-            f"the offset of domain {offset.domain!r} covers the last {offset.positions} prompt tokens, "
+            f"the offset of domain {domain!r} covers the last {positions} prompt tokens, "
             f"but the prompt has {prompt_tokens}; use a longer prompt or an offset with fewer positions"
         )
-    return Placement(index, offset, offset.positions)
+    return index
 
 
 def check_placements(placements: Sequence[Placement], prompt_tokens: int, hidden_size: int) -> None:

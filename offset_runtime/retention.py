@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from offset_runtime.backends.base import Backend, Chunk
+from offset_runtime.backends.base import Backend, Chunk, SequenceId
 from offset_runtime.chat import chat_prompt
 from offset_runtime.errors import InvalidRequestError
 from offset_runtime.layout import Example
@@ -19,6 +19,7 @@ from offset_runtime.offset import DomainOffset
 from offset_runtime.scoring import Array, distributions_under, perplexity, pick_targets
 
 Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Progress = Callable[[int], None]
 REPLY_TOKENS = 32
 BATCH = 16
@@ -138,9 +139,10 @@ def greedy_replies(backend: Backend, prompts: Sequence[Sequence[int]], max_token
     A reply ends with its end token, at `max_tokens` or at the end of the context.
     """
     context = backend.capabilities.context_tokens
-    sequences = [backend.allocate() for _ in prompts]
+    sequences: list[SequenceId] = []
     replies: list[list[int]] = [[] for _ in prompts]
     try:
+        sequences.extend(backend.allocate() for _ in prompts)
         chunks = [Chunk(s, list(p)) for s, p in zip(sequences, prompts, strict=True)]
         active = list(range(len(prompts)))
         while active:

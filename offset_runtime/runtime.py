@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -151,7 +148,11 @@ class OffsetRuntime:
         sampling: SamplingParams | None = None,
         timeout_s: float | None = None,
     ) -> Request:
-        """Continue plain text. An offset trained in format `bos` gets the start token first."""
+        """Continue plain text. An offset trained in format `bos` gets the start token first.
+
+        Raises `UnknownDomainError`, `BaseModelMismatchError`, and `PromptFormatError` for an offset that
+        was trained in format `chat`.
+        """
         offset = self.offset(domain)
         tokenizer = self.backend.tokenizer
         prompt = tokenizer.encode(text)
@@ -181,6 +182,9 @@ class OffsetRuntime:
 
         In format `chat` the text is scored as the reply to a request for it. Scores of different
         prompt formats are not comparable.
+
+        Raises `UnknownDomainError`, `BaseModelMismatchError`, `InvalidRequestError` for a text that is
+        too short, and `ContextOverflowError` for one that is too long.
         """
         streams = []
         for domain in domains:
@@ -237,43 +241,3 @@ class OffsetRuntime:
         if key not in self._checked:
             self.backend.identity.check(offset.base, domain=offset.domain)
             self._checked.add(key)
-
-
-class SharedRuntimes:
-    """The runtimes of this process, one for each model spec and settings; loaded at first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loading: dict[object, threading.Lock] = {}
-        self._runtimes: dict[object, OffsetRuntime] = {}
-
-    def get(self, spec: ModelSpec, settings: EngineSettings | None = None) -> OffsetRuntime:
-        """Return the runtime of `spec`, loading the model if this is the first call for it.
-
-        Threads that ask at once wait for one load; other models load beside it.
-        """
-        key = (_resolved(spec), settings or EngineSettings())
-        with self._lock:
-            lock = self._loading.setdefault(key, threading.Lock())
-        with lock:
-            if key not in self._runtimes:
-                self._runtimes[key] = OffsetRuntime(load_backend(spec), settings=settings)
-            return self._runtimes[key]
-
-    def close(self) -> None:
-        """Close every runtime. Later calls of `get` load again."""
-        with self._lock:
-            runtimes = list(self._runtimes.values())
-            self._runtimes.clear()
-        for runtime in runtimes:
-            runtime.close()
-
-
-def _resolved(spec: ModelSpec) -> ModelSpec:
-    path = Path(spec.base).expanduser()
-    return spec.model_copy(update={"base": str(path.resolve())}) if path.exists() else spec
-
-
-# The base model is the process's largest object, and every agent that names it must get the same one.
-shared_runtimes = SharedRuntimes()
-atexit.register(shared_runtimes.close)

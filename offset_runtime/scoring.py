@@ -45,8 +45,10 @@ def distributions_under(
     for batch in token_batches(examples, _batch_tokens(backend)):
         placed = [[None if offset is None else place(offset, e.anchored_tokens) for offset in offsets] for e in batch]
         items = [_Item(e, _split(backend, e, row)) for e, row in zip(batch, placed, strict=True)]
-        heads = _heads(backend, items) if len(offsets) > 1 and backend.capabilities.fork else {}
+        heads: dict[int, SequenceId] = {}
         try:
+            if len(offsets) > 1 and backend.capabilities.fork:
+                _feed_heads(backend, items, heads)
             for column in range(len(offsets)):
                 yield batch, column, _distributions(backend, items, heads, [row[column] for row in placed])
         finally:
@@ -107,12 +109,11 @@ def _split(backend: Backend, example: Example, placements: Sequence[Placement | 
     return min([before_targets, *turns])
 
 
-def _heads(backend: Backend, items: Sequence[_Item]) -> dict[int, SequenceId]:
-    """Feed the head of each item that has one, without offset; return the sequences by item index."""
-    heads = {i: backend.allocate() for i, item in enumerate(items) if item.head}
+def _feed_heads(backend: Backend, items: Sequence[_Item], heads: dict[int, SequenceId]) -> None:
+    """Feed the head of each item that has one, without offset; put the sequences into `heads`, by item index."""
+    heads.update({i: backend.allocate() for i, item in enumerate(items) if item.head})
     if heads:
         backend.forward([Chunk(s, items[i].fed[: items[i].head], (), "none") for i, s in heads.items()])
-    return heads
 
 
 def _distributions(

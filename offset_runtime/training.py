@@ -2,7 +2,8 @@
 
 The loss is the mean next-token loss on the documents, plus the sum of squares of δ, plus, to keep the
 base's behaviour on everything else, KL(base || with offset) on the base's own replies to generic
-instructions. The first two are the paper's; docs/evaluation.md has the figures behind the third.
+instructions. The first two are those of the paper that the method comes from
+(https://arxiv.org/abs/2607.18302); docs/evaluation.md has the figures behind the third.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from offset_runtime.backends.torch import TorchBackend
@@ -26,7 +27,15 @@ from offset_runtime.errors import DocumentError
 from offset_runtime.layout import Example, default_anchor, lay_out, within_context
 from offset_runtime.objective import Objective, Prepared
 from offset_runtime.offset import Anchor, DomainOffset, PromptFormat
-from offset_runtime.retention import KL_BUDGET, base_replies, measure_retention
+from offset_runtime.placement import anchor_index
+from offset_runtime.retention import (
+    KL_BUDGET,
+    SPLITS,
+    base_replies,
+    instruction_prompt,
+    instructions,
+    measure_retention,
+)
 from offset_runtime.scoring import perplexity, target_logprobs
 
 _log = logging.getLogger(__name__)
@@ -47,14 +56,14 @@ class TrainingSettings(BaseModel):
     a tenth along a cosine. `batch_size`: documents a step. `steps`: the most steps. `l2`: weight of
     the sum of squares of δ. `retention_weight`: weight of KL(base || with offset); 0 leaves the term
     out, as the paper does. `max_kl`: steps whose KL on the validation instructions lies above it, in
-    nats, are kept only if no other is. `validate_every`: steps between two looks at the validation
-    split. `patience`: looks without a better one before training stops.
+    nats, are kept only if no other is (not with a `retention_weight` of 0). `validate_every`: steps
+    between two looks at the validation split. `patience`: looks without a better one before training stops.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt_format: PromptFormat = "chat"
-    anchor: Anchor | None = Field(default=None, validate_default=True)
+    anchor: Anchor | None = None
     positions: int = Field(default=8, ge=1, le=256)
     max_tokens: int = Field(default=64, ge=8)
     learning_rate: float = Field(default=1e-2, gt=0, allow_inf_nan=False)
@@ -67,10 +76,19 @@ class TrainingSettings(BaseModel):
     patience: int = Field(default=3, ge=1)
     seed: int = Field(default=0, ge=0)
 
+    @model_validator(mode="after")
+    def _turns_only_in_chat(self) -> Self:
+        if self.anchor == "turn" and self.prompt_format != "chat":
+            raise ValueError(f"format {self.prompt_format!r} has no turns; use anchor 'sequence', or format 'chat'")
+        return self
+
     @classmethod
     def paper(cls, documents: int, **changes: Any) -> Self:
-        """The paper's recipe: learning rate 1e-3, 3 epochs, no retention term; `documents` to train on."""
-        batch_size = int(changes.get("batch_size", 1))
+        """The paper's recipe (https://arxiv.org/abs/2607.18302): rate 1e-3, 3 epochs, no retention term.
+
+        `documents`: how many are trained on, those held back not counted.
+        """
+        batch_size = max(1, int(changes.get("batch_size", 1)))
         recipe: dict[str, Any] = {
             "prompt_format": "raw",
             "positions": 1,
@@ -121,7 +139,7 @@ def train(
     passed on).
 
     Raises `DocumentError` when no document is long enough, `PromptFormatError` when the model cannot
-    use the prompt format.
+    use the prompt format, `PlacementError` when a prompt has fewer tokens than the offset positions.
     """
     settings = settings or TrainingSettings()
     trainer = _Trainer(backend, documents, domain, settings, validation)
@@ -168,11 +186,19 @@ class _Trainer:
         chosen, held_back = _split(documents.items, validation, settings.seed)
         self._train_examples = _examples(backend, chosen, domain, settings)
         self._held_back = _examples(backend, held_back, domain, settings) if held_back else []
-        self.objective = Objective(backend, settings.effective_anchor, settings.positions)
+        self.objective = Objective(backend, domain, settings.effective_anchor, settings.positions)
+        self._check_instructions()
         self.best: _Look | None = None
         self.step = 0
         self._base_loss = 0.0
         self._delta = torch.zeros(settings.positions, backend.identity.hidden_size)
+
+    def _check_instructions(self) -> None:
+        """Refuse before the work, not after it, an offset that retention could not be measured with."""
+        for split in SPLITS:
+            for system, text in instructions(split):
+                tokens = len(instruction_prompt(self._backend, text, system))
+                anchor_index(self._settings.effective_anchor, self._settings.positions, tokens, domain=self._domain)
 
     def keep_best_so_far(self) -> None:
         """After an interrupt: keep the best look, or δ as it is where there was none yet."""
@@ -219,12 +245,22 @@ class _Trainer:
             training={
                 **settings.model_dump(),
                 "anchor": settings.effective_anchor,
-                "documents": len(self._train_examples),
+                "documents": len({example.document for example in self._train_examples}),
                 "best_step": self.best.step,
             },
             documents_digest=self._documents.digest(),
         )
-        return _with_metrics(offset, held_out_metrics(self._backend, offset, self._held_back))
+        metrics = held_out_metrics(self._backend, offset, self._held_back)
+        kl = metrics["retention"]["kl"]
+        if settings.retention_weight and kl > settings.max_kl:
+            _log.warning(
+                "%s: KL to the base is %.3f nats, above %.3f: its agent may follow instructions less well. "
+                "Raise retention_weight, lower positions, or use it with a strength below 1",
+                self._domain,
+                kl,
+                settings.max_kl,
+            )
+        return dataclasses.replace(offset, metrics=metrics)
 
     def _prepare(self) -> tuple[Iterator[list[Prepared]], Iterator[list[Prepared]], _Looks]:
         objective, settings = self.objective, self._settings
@@ -269,7 +305,7 @@ def held_out_metrics(backend: TorchBackend, offset: DomainOffset, examples: Sequ
     """Gain on `examples` (left out when there are none) and retention on the test instructions."""
     metrics: dict[str, Any] = {
         "retention": measure_retention(backend, base_replies(backend, "test"), offset).as_json(),
-        "documents": len(examples),
+        "documents": len({example.document for example in examples}),
     }
     if examples:
         without = perplexity(target_logprobs(backend, examples, None))
@@ -280,10 +316,6 @@ def held_out_metrics(backend: TorchBackend, offset: DomainOffset, examples: Sequ
             "gain_percent": 100 * (1 - with_offset / without),
         }
     return metrics
-
-
-def _with_metrics(offset: DomainOffset, metrics: dict[str, Any]) -> DomainOffset:
-    return dataclasses.replace(offset, metrics=metrics)
 
 
 def _split(
@@ -300,8 +332,13 @@ def _split(
         return list(documents), []
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)
-    count = min(MAX_VALIDATION_DOCUMENTS, len(shuffled) // 6)
+    count = held_back_count(len(shuffled))
     return shuffled[count:], shuffled[:count]
+
+
+def held_back_count(documents: int) -> int:
+    """How many of `documents` are held back for validation where none are given for it."""
+    return 0 if documents < MIN_DOCUMENTS_TO_VALIDATE else min(MAX_VALIDATION_DOCUMENTS, documents // 6)
 
 
 def _examples(

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.documents import Document, Documents
-from offset_runtime.errors import DocumentError, PromptFormatError
+from offset_runtime.errors import DocumentError, PlacementError, PromptFormatError
 from offset_runtime.layout import lay_out
 from offset_runtime.objective import Objective
 from offset_runtime.retention import base_replies, instructions, measure_retention
@@ -180,7 +181,35 @@ def test_conversations_are_learned_at_every_assistant_turn(tiny: TorchBackend) -
 
     offset = train(tiny, found, "legal", quick())
 
-    assert offset.training["documents"] == 2 * 10
+    assert offset.training["documents"] == 10
+
+
+def test_more_positions_than_a_prompt_has_tokens_are_refused_before_the_work(tiny: TorchBackend) -> None:
+    with pytest.raises(PlacementError, match="domain 'legal' covers the last 250 prompt tokens"):
+        train(tiny, documents(12), "legal", quick(positions=250), progress=lambda _: pytest.fail("training began"))
+
+
+def test_a_turn_anchor_outside_chat_is_refused() -> None:
+    with pytest.raises(ValidationError, match="has no turns"):
+        TrainingSettings(prompt_format="raw", anchor="turn")
+
+
+def test_prefixes_beyond_the_limit_are_not_kept_and_change_nothing(
+    tiny: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = train(tiny, documents(12), "legal", quick())
+    monkeypatch.setattr("offset_runtime.objective.PREFIX_BYTES", 0)
+
+    fed_again = train(tiny, documents(12), "legal", quick())
+
+    np.testing.assert_allclose(fed_again.tensor, kept.tensor, atol=1e-4)
+
+
+def test_a_kl_above_the_limit_is_said(tiny: TorchBackend, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        train(tiny, documents(12), "legal", quick(learning_rate=0.5, retention_weight=0.01, max_kl=0.001))
+
+    assert "KL to the base is" in caplog.text
 
 
 def test_recurrent_models_train(make_model: Any, make_tokenizer: Any) -> None:
@@ -205,7 +234,7 @@ class TestObjective:
     ) -> None:
         offset = make_offset(tiny.identity, anchor=anchor)
         examples, _ = lay_out(documents(6).items, tiny.tokenizer, "chat", max_tokens=24)
-        objective = Objective(tiny, anchor, offset.positions)
+        objective = Objective(tiny, "legal", anchor, offset.positions)
 
         loss = objective.document_loss(objective.prepare(examples), torch.from_numpy(offset.tensor.copy()))
 
@@ -214,7 +243,7 @@ class TestObjective:
 
     def test_gradient_equals_the_difference_quotient(self, tiny: TorchBackend) -> None:
         examples, _ = lay_out(documents(3).items, tiny.tokenizer, "chat", max_tokens=16)
-        objective = Objective(tiny, "turn", 2)
+        objective = Objective(tiny, "legal", "turn", 2)
         batch = objective.prepare(examples)
         delta = torch.full((2, 32), 0.1, requires_grad=True)
         objective.document_step(batch, delta)
@@ -234,7 +263,7 @@ class TestObjective:
         gradients = []
         for tokens in (10_000, 30):
             monkeypatch.setattr("offset_runtime.objective.PASS_TOKENS", tokens)
-            objective = Objective(tiny, "turn", 2)
+            objective = Objective(tiny, "legal", "turn", 2)
             delta = torch.full((2, 32), 0.1, requires_grad=True)
             objective.document_step(objective.prepare(examples), delta)
             objective.close()
@@ -243,7 +272,7 @@ class TestObjective:
         assert torch.allclose(*gradients, atol=1e-6)
 
     def test_divergence_is_zero_without_an_offset(self, tiny: TorchBackend) -> None:
-        objective = Objective(tiny, "turn", 2)
+        objective = Objective(tiny, "legal", "turn", 2)
         replies = objective.prepare(base_replies(tiny, "validation"), keep_base=True)
 
         divergence = objective.divergence(replies, torch.zeros(2, 32))

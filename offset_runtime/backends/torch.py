@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,8 @@ from offset_runtime.placement import Placement
 # float sums in another order explain (measured on SmolLM2 in float32: 1e-6; bfloat16 keeps 8 bits).
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _COARSE_TOLERANCE = 5e-2
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TorchTokenizer:
@@ -74,6 +77,15 @@ class TorchTokenizer:
         return str(rendered)
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What takes the memory, dropped as one at `close`."""
+
+    model: PreTrainedModel
+    embedding: torch.nn.Embedding
+    executor: Executor
+
+
 class TorchBackend:
     """A frozen transformers model and the state of its sequences.
 
@@ -85,18 +97,19 @@ class TorchBackend:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         model.train(False)
-        self.model = model.requires_grad_(False)
-        self._embed = cast(torch.nn.Embedding, model.get_input_embeddings())
+        model.requires_grad_(False)
+        executor = _prove_executor(model)
+        embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
+        self._loaded: _Loaded | None = _Loaded(model, embedding, executor)
         self._states: dict[SequenceId, Any] = {}
         self._next_id = 0
-        self._executor = _prove_executor(model)
         self._tokenizer = TorchTokenizer(tokenizer, _eos_token_ids(model, tokenizer))
         self._identity = self._make_identity()
         self._capabilities = Capabilities(
             context_tokens=_context_tokens(model.config),
-            truncate=self._executor.truncate,
-            split_prefill=self._executor.split_prefill,
-            mixed_batch=self._executor.mixed_batch,
+            truncate=executor.truncate,
+            split_prefill=executor.split_prefill,
+            mixed_batch=executor.mixed_batch,
         )
 
     @classmethod
@@ -105,9 +118,12 @@ class TorchBackend:
 
         `dtype` None: float32 on CPUs (bfloat16 products are far slower on CPUs without hardware for
         them), the checkpoint's own on GPUs. `device` None: a GPU when there is one.
+
+        Raises `InvalidRequestError` for a dtype or device that is unknown, not here or too small,
+        `ModelNotFoundError` when transformers cannot read the model, and `UnsupportedModelError`.
         """
         where = _device(device)
-        kind = _dtype(dtype) if dtype else (torch.float32 if where.type == "cpu" else "auto")
+        kind = _dtype(dtype) if dtype is not None else (torch.float32 if where.type == "cpu" else "auto")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source))
             model = AutoModelForCausalLM.from_pretrained(str(source), dtype=kind)
@@ -116,7 +132,14 @@ class TorchBackend:
                 f"cannot load model {str(source)!r} with transformers: {_first_line(error)}. Expected a hub id, "
                 "a folder with config.json, weights and tokenizer, or a .gguf file."
             ) from error
-        return cls(model.to(where), tokenizer)  # type: ignore[arg-type]
+        try:
+            moved = model.to(where)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise InvalidRequestError(
+                f"model {str(source)!r} cannot be moved to device {str(where)!r}: {_first_line(error)}. "
+                "Choose another device, or a dtype of fewer bytes such as 'bfloat16'."
+            ) from error
+        return cls(moved, tokenizer)
 
     @property
     def identity(self) -> BaseIdentity:
@@ -131,12 +154,17 @@ class TorchBackend:
         return self._tokenizer
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The frozen model. Raises `InvalidRequestError` after `close`."""
+        return self._open().model
+
+    @property
     def executor(self) -> Executor:
         """How the model is run; training uses its differentiable pass."""
-        return self._executor
+        return self._open().executor
 
     def allocate(self) -> SequenceId:
-        return self._add(self._executor.new_state())
+        return self._add(self.executor.new_state())
 
     def length(self, sequence: SequenceId) -> int:
         return int(self.state(sequence).length)
@@ -148,7 +176,7 @@ class TorchBackend:
             raise InvalidRequestError("a forward pass takes at most one chunk a sequence")
         with torch.inference_mode():
             feeds = [self._feed(chunk) for chunk in chunks]
-            logits, states = self._executor.run(feeds)
+            logits, states = self.executor.run(feeds)
             # One transfer for the whole batch, not one a sequence.
             flat = torch.cat(logits).float().cpu().numpy()
         for chunk, state in zip(chunks, states, strict=True):
@@ -179,19 +207,21 @@ class TorchBackend:
 
     def close(self) -> None:
         self._states.clear()
+        self._loaded = None
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """Input embeddings (n, d) of `token_ids`, scaled as the model scales them.
 
         Raises `InvalidRequestError` for an id outside the vocabulary.
         """
-        rows = self._embed.weight.shape[0]
+        embedding = self._open().embedding
+        rows = embedding.weight.shape[0]
         # On a GPU a wrong id would end the process's use of the device, not this call alone.
         foreign = [token for token in token_ids if not 0 <= token < rows]
         if foreign:
             raise InvalidRequestError(f"token id {foreign[0]} is outside the vocabulary of {rows} tokens")
-        ids = torch.tensor(list(token_ids), dtype=torch.long, device=self.model.device)
-        return self._embed(ids)  # type: ignore[no-any-return]
+        ids = torch.tensor(list(token_ids), dtype=torch.long, device=embedding.weight.device)
+        return embedding(ids)  # type: ignore[no-any-return]
 
     def _feed(self, chunk: Chunk) -> Feed:
         state = self.state(chunk.sequence)
@@ -211,10 +241,16 @@ class TorchBackend:
 
     def state(self, sequence: SequenceId) -> Any:
         """State of an open sequence, in the executor's own form; for training."""
+        self._open()
         try:
             return self._states[sequence]
         except KeyError:
             raise InvalidRequestError(f"sequence {sequence} is not open") from None
+
+    def _open(self) -> _Loaded:
+        if self._loaded is None:
+            raise InvalidRequestError("this backend is closed and its model released; load the model again")
+        return self._loaded
 
     def _add(self, state: Any) -> SequenceId:
         self._next_id += 1
@@ -222,7 +258,7 @@ class TorchBackend:
         return self._next_id
 
     def _make_identity(self) -> BaseIdentity:
-        weight = self._embed.weight
+        weight = self._open().embedding.weight
         rows = weight[sketch_row_ids(weight.shape[0])].float().cpu().numpy()
         return make_identity(self.model.config.model_type, weight.shape[0], rows, self._tokenizer.encode)
 
@@ -327,17 +363,37 @@ def _context_tokens(config: Any) -> int:
 
 
 def _device(name: str | None) -> torch.device:
+    """Return the device `name`, tried out: a device that is not here would fail only once the model was read."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidRequestError(f"unknown device {name!r}; expected one such as 'cpu', 'cuda' or 'cuda:1'") from error
+        raise InvalidRequestError(f"unknown device {name!r}; expected one of {_devices_here()}") from error
+    try:
+        # There and back: "meta" takes tensors and returns none.
+        torch.zeros(1, device=device).cpu()
+    # What torch raises where its build lacks the device's kind, the machine the device, or it a driver package.
+    except (AssertionError, RuntimeError, ImportError) as error:
+        raise InvalidRequestError(
+            f"device {name!r} cannot be used here: {_first_line(error)}. Expected one of {_devices_here()}; "
+            "a GPU needs a build of torch for its kind."
+        ) from error
+    return device
+
+
+def _devices_here() -> str:
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if kind else 0
+    return ", ".join(["'cpu'", *(f"'{kind}:{index}'" for index in range(count))])
 
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidRequestError(f"unknown dtype {name!r}; expected 'float32', 'bfloat16' or 'float16'")
-    return found
+    if found not in _DTYPES:
+        expected = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in _DTYPES)
+        raise InvalidRequestError(f"unknown dtype {name!r}; expected {expected}")
+    return cast(torch.dtype, found)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime
-from offset_runtime import runtime as runtime_module
+from offset_runtime import shared as shared_module
 from offset_runtime.agents import ChatOffset
 from offset_runtime.backends.base import Chunk
 from offset_runtime.backends.fake import FakeBackend
@@ -123,10 +123,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         threads.append(threading.current_thread().name)
         return FakeBackend()
 
-    monkeypatch.setattr(runtime_module, "load_backend", load)
-    runtime_module.shared_runtimes.close()
+    monkeypatch.setattr(shared_module, "load_backend", load)
+    shared_module.shared_runtimes.close()
     yield threads
-    runtime_module.shared_runtimes.close()
+    shared_module.shared_runtimes.close()
 
 
 @pytest.fixture

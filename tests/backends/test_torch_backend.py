@@ -115,7 +115,7 @@ def test_a_pass_that_fails_inside_the_model_leaves_no_trace(
         raise MemoryError("no room")
 
     # The first layer has written its state by then.
-    last = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)][0][-1]
+    last = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[-1]
     handle = last.register_forward_hook(fail)
     with pytest.raises(MemoryError):
         backend.forward([Chunk(sequence, PROMPTS[2]) for sequence in sequences])
