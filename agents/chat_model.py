@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
 from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
@@ -18,17 +19,13 @@ from langchain_core.runnables.config import get_config_list
 
 from offset_runtime.agents.connection import Connection
 from offset_runtime.agents.messages import template_messages
-from offset_runtime.agents.reply import Provenance, logprobs_metadata, usage_metadata
-from offset_runtime.agents.submission import aopen_stream, open_stream
-from offset_runtime.request import Completion, Delta, Request
-from offset_runtime.runtime import OffsetRuntime
+from offset_runtime.agents.reply import logprobs_metadata, usage_metadata
+from offset_runtime.agents.submission import Call, aopen_stream, astream_chunks, open_stream, stream_chunks
+from offset_runtime.request import Completion, Delta
 
 
-class _Prepared(NamedTuple):
-    runtime: OffsetRuntime
-    request: Request
-    provenance: Provenance
-    max_retries: int
+class _ChatCall(Call[ChatGenerationChunk]):
+    __slots__ = ()
 
     def result(self, completion: Completion) -> ChatResult:
         metadata = self.provenance.metadata(completion)
@@ -41,14 +38,12 @@ class _Prepared(NamedTuple):
         )
 
     def chunk(self, delta: Delta) -> ChatGenerationChunk | None:
-        """A chunk for new text or log-probabilities; None while a stop string or a character is undecided."""
         metadata = logprobs_metadata(self.runtime.backend.tokenizer, delta.logprobs)
         if not delta.text and not metadata:
             return None
         return ChatGenerationChunk(message=AIMessageChunk(content=delta.text, response_metadata=metadata))
 
     def last_chunk(self, completion: Completion) -> ChatGenerationChunk:
-        """Usage and provenance. On this chunk only: merging chunks joins strings and adds numbers."""
         message = AIMessageChunk(
             content="",
             response_metadata=self.provenance.metadata(completion),
@@ -129,7 +124,7 @@ class ChatOffset(Connection, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self.configured(kwargs)._prepare(messages, stop)
-        return call.result(open_stream(call.runtime, call.request, call.max_retries).result())
+        return call.result(open_stream(call.runtime, call.requests[0], call.max_retries).result())
 
     async def _agenerate(
         self,
@@ -140,7 +135,7 @@ class ChatOffset(Connection, BaseChatModel):
     ) -> ChatResult:
         # Loading the base and laying out the prompt take a while, so not on the loop. The rest is awaited.
         call = await asyncio.to_thread(self.configured(kwargs)._prepare, messages, stop)
-        stream = await aopen_stream(call.runtime, call.request, call.max_retries)
+        stream = await aopen_stream(call.runtime, call.requests[0], call.max_retries)
         return call.result(await stream.result())
 
     def _stream(
@@ -150,50 +145,25 @@ class ChatOffset(Connection, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        call = self.configured(kwargs)._prepare(messages, stop)
-        stream = open_stream(call.runtime, call.request, call.max_retries)
-        try:
-            for delta in stream:
-                if chunk := call.chunk(delta):
-                    if run_manager:
-                        run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                    yield chunk
-            assert stream.completion is not None
-            yield call.last_chunk(stream.completion)
-        finally:
-            stream.cancel()
+        return stream_chunks(self.configured(kwargs)._prepare(messages, stop), run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        call = await asyncio.to_thread(self.configured(kwargs)._prepare, messages, stop)
-        stream = await aopen_stream(call.runtime, call.request, call.max_retries)
-        try:
-            async for delta in stream:
-                if chunk := call.chunk(delta):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                    yield chunk
-            assert stream.completion is not None
-            yield call.last_chunk(stream.completion)
-        finally:
-            stream.cancel()
+        return astream_chunks(partial(self.configured(kwargs)._prepare, messages, stop), run_manager)
 
-    def _prepare(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None) -> _Prepared:
+    def _prepare(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None) -> _ChatCall:
         turns = template_messages(messages)
         offset = self.offset()
         runtime = self.load_runtime()
         request = runtime.chat_request(
             turns, domain=offset, strength=self.strength, sampling=self.sampling(stop), timeout_s=self.timeout
         )
-        digest = None if offset is None else offset.digest
-        return _Prepared(
-            runtime, request, Provenance(self.address, self.domain, digest, self.strength), self.max_retries
-        )
+        return _ChatCall(runtime, [request], self._provenance(offset), self.max_retries)
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         # The key of LangChain's cache comes from here, so it must follow the arguments of the call.

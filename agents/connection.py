@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 
+from offset_runtime.agents.reply import Provenance
+from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
 from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import InvalidRequestError, OffsetError, UnknownDomainError, nearest_hint
 from offset_runtime.models import BackendName, ModelSpec
@@ -23,9 +25,8 @@ from offset_runtime.store import OffsetStore
 
 PROVIDER = "offset-runtime"
 
-_SAMPLING_FIELDS = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _CALL_FIELDS = frozenset(
-    {*_SAMPLING_FIELDS, "model", "domain", "strength", "logprobs", "top_logprobs", "timeout", "max_retries"}
+    {*SAMPLING_FIELDS, "model", "domain", "strength", "logprobs", "top_logprobs", "timeout", "max_retries"}
 )
 
 
@@ -34,7 +35,8 @@ class Connection(BaseLanguageModel[Any]):
 
     The constructor loads nothing. All instances with the same `model`, `backend`, `dtype` and `device`
     share one loaded base in the process. An offset file is read at its first use and kept; a domain
-    trained anew is picked up by a new instance.
+    trained anew is picked up by a new instance. A value out of its range raises pydantic's
+    `ValidationError` here, and `InvalidRequestError` where it is an argument of a call.
 
     `model`: the base model, or ``base#domain``. `domain`: the domain; None is the plain base.
     `strength` scales its offset. `domains`: offset files by domain, under the names given here; other
@@ -87,9 +89,17 @@ class Connection(BaseLanguageModel[Any]):
                 )
         return _with_address_split(values)
 
+    @field_validator(*SAMPLING_FIELDS, "stop", "top_logprobs")
+    @classmethod
+    def _check_sampling(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        check_limits("logprobs" if name == "top_logprobs" else name, value)
+        return value
+
     @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
-        self.sampling()
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
         return self
 
     def for_domain(self, domain: str | None) -> Self:
@@ -157,9 +167,7 @@ class Connection(BaseLanguageModel[Any]):
 
         Raises `InvalidRequestError` for a value out of its range.
         """
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         try:
             return SamplingParams(
                 **values,
@@ -227,6 +235,10 @@ class Connection(BaseLanguageModel[Any]):
         if settings.domain is not None and settings._known_offset(settings.domain) is None:
             await asyncio.to_thread(settings.offset)
 
+    def _provenance(self, offset: DomainOffset | None) -> Provenance:
+        digest = None if offset is None else offset.digest
+        return Provenance(self.address, self.domain, digest, self.strength)
+
     def _known_offset(self, domain: str) -> DomainOffset | None:
         if self.runtime is not None and domain not in self.domains and domain in self.runtime.offsets:
             return self.runtime.offsets[domain]
@@ -273,4 +285,6 @@ def _base_digest(runtime: OffsetRuntime) -> str:
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
+    if not problem["loc"]:
+        return problem["msg"].removeprefix("Value error, ")
     return f"{'.'.join(str(part) for part in problem['loc'])}={problem['input']!r}: {problem['msg']}"

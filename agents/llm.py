@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
 from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
@@ -14,20 +15,16 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import RunnableConfig
 
 from offset_runtime.agents.connection import Connection
-from offset_runtime.agents.reply import Provenance, logprobs_metadata, usage_metadata
-from offset_runtime.agents.submission import aopen_stream, arun_together, open_stream, run_together
-from offset_runtime.request import Completion, Delta, Request
-from offset_runtime.runtime import OffsetRuntime
+from offset_runtime.agents.reply import logprobs_metadata, usage_metadata
+from offset_runtime.agents.submission import Call, arun_together, astream_chunks, run_together, stream_chunks
+from offset_runtime.request import Completion, Delta
 
 # What `generate` takes for its own use; all else is an argument of the model.
 _RUN_ARGUMENTS = frozenset({"tags", "metadata", "run_name", "run_id"})
 
 
-class _Prepared(NamedTuple):
-    runtime: OffsetRuntime
-    requests: list[Request]
-    provenance: Provenance
-    max_retries: int
+class _TextCall(Call[GenerationChunk]):
+    __slots__ = ()
 
     def info(self, completion: Completion) -> dict[str, Any]:
         return {**self.provenance.metadata(completion), "usage_metadata": usage_metadata(completion)}
@@ -46,7 +43,6 @@ class _Prepared(NamedTuple):
         return LLMResult(generations=generations, llm_output={"model_name": self.provenance.model_name})
 
     def chunk(self, delta: Delta) -> GenerationChunk | None:
-        """A chunk for new text or log-probabilities; None while a stop string or a character is undecided."""
         info = logprobs_metadata(self.runtime.backend.tokenizer, delta.logprobs)
         return GenerationChunk(text=delta.text, generation_info=info or None) if delta.text or info else None
 
@@ -125,40 +121,18 @@ class OffsetLLM(Connection, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        call = self.configured(kwargs)._prepare([prompt], stop)
-        stream = open_stream(call.runtime, call.requests[0], call.max_retries)
-        try:
-            for delta in stream:
-                if chunk := call.chunk(delta):
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-            assert stream.completion is not None
-            yield call.last_chunk(stream.completion)
-        finally:
-            stream.cancel()
+        return stream_chunks(self.configured(kwargs)._prepare([prompt], stop), run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         prompt: str,
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        call = await asyncio.to_thread(self.configured(kwargs)._prepare, [prompt], stop)
-        stream = await aopen_stream(call.runtime, call.requests[0], call.max_retries)
-        try:
-            async for delta in stream:
-                if chunk := call.chunk(delta):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-            assert stream.completion is not None
-            yield call.last_chunk(stream.completion)
-        finally:
-            stream.cancel()
+        return astream_chunks(partial(self.configured(kwargs)._prepare, [prompt], stop), run_manager)
 
-    def _prepare(self, prompts: Sequence[str], stop: Sequence[str] | None) -> _Prepared:
+    def _prepare(self, prompts: Sequence[str], stop: Sequence[str] | None) -> _TextCall:
         offset = self.offset()
         runtime = self.load_runtime()
         sampling = self.sampling(stop)
@@ -168,9 +142,7 @@ class OffsetLLM(Connection, BaseLLM):
             )
             for prompt in prompts
         ]
-        digest = None if offset is None else offset.digest
-        provenance = Provenance(self.address, self.domain, digest, self.strength)
-        return _Prepared(runtime, requests, provenance, self.max_retries)
+        return _TextCall(runtime, requests, self._provenance(offset), self.max_retries)
 
     def _split(self, arguments: dict[str, Any]) -> tuple[OffsetLLM, dict[str, Any]]:
         """Divide arguments into a model that has its own of them applied, and those for LangChain."""

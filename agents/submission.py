@@ -1,19 +1,79 @@
-"""Handing requests to the engine, and trying again when its queue is full."""
+"""A call as LangChain sees it: handing its requests to the engine, and streaming the reply."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
+
+from offset_runtime.agents.reply import Provenance
 from offset_runtime.errors import RetryableError
-from offset_runtime.request import Completion, Request
+from offset_runtime.request import Completion, Delta, Request
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.stream import AsyncStream, Stream
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
+
+Chunk = TypeVar("Chunk", ChatGenerationChunk, GenerationChunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(ABC, Generic[Chunk]):
+    """One call of a model, ready to be submitted; subclasses say what LangChain gets of its replies."""
+
+    runtime: OffsetRuntime
+    requests: Sequence[Request]
+    provenance: Provenance
+    max_retries: int
+
+    @abstractmethod
+    def chunk(self, delta: Delta) -> Chunk | None:
+        """A chunk for new text or log-probabilities; None while a stop string or a character is undecided."""
+
+    @abstractmethod
+    def last_chunk(self, completion: Completion) -> Chunk:
+        """Usage and provenance. On this chunk only: merging chunks joins strings and adds numbers."""
+
+
+def stream_chunks(call: Call[Chunk], run_manager: CallbackManagerForLLMRun | None) -> Iterator[Chunk]:
+    """Submit the only request of `call` and yield its reply; ending early cancels it."""
+    stream = open_stream(call.runtime, call.requests[0], call.max_retries)
+    try:
+        for delta in stream:
+            if chunk := call.chunk(delta):
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+        assert stream.completion is not None
+        yield call.last_chunk(stream.completion)
+    finally:
+        stream.cancel()
+
+
+async def astream_chunks(
+    prepare: Callable[[], Call[Chunk]], run_manager: AsyncCallbackManagerForLLMRun | None
+) -> AsyncIterator[Chunk]:
+    """As `stream_chunks`, of the call that `prepare` returns, which is run in a thread."""
+    call = await asyncio.to_thread(prepare)
+    stream = await aopen_stream(call.runtime, call.requests[0], call.max_retries)
+    try:
+        async for delta in stream:
+            if chunk := call.chunk(delta):
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+        assert stream.completion is not None
+        yield call.last_chunk(stream.completion)
+    finally:
+        stream.cancel()
 
 
 def open_stream(runtime: OffsetRuntime, request: Request, max_retries: int) -> Stream:

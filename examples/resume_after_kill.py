@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,10 @@ class SlowFakeBackend(FakeBackend):
 @contextmanager
 def opened(model: str, checkpoints: Path) -> Iterator[WorkflowGraph]:
     """The workflow's graph, with its state kept in the file `checkpoints`."""
-    runtime = OffsetRuntime(SlowFakeBackend()) if model == "fake" else None
-    with sqlite_checkpoints(checkpoints) as saver:
+    base: AbstractContextManager[OffsetRuntime | None] = nullcontext()
+    if model == "fake":
+        base = OffsetRuntime(SlowFakeBackend())
+    with base as runtime, sqlite_checkpoints(checkpoints) as saver:
         yield build_graph(newsroom(model), checkpointer=saver, runtime=runtime)
 
 

@@ -11,6 +11,7 @@ from langgraph.graph import MessagesState, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
 from offset_runtime.agents import ChatOffset, agent_node
+from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS
 from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import raise_findings
 from offset_runtime.graphs.loader import load_workflow
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 WorkflowGraph = CompiledStateGraph[MessagesState, None, MessagesState, MessagesState]
 
 _GRAPH_NAMES = {START: GRAPH_START, END: GRAPH_END}
-
-_SETTINGS = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def build_graph(
@@ -74,7 +73,7 @@ def make_graph(
 
 def chat_model(workflow: Workflow, agent: Agent, runtime: OffsetRuntime | None = None) -> ChatOffset:
     """The chat model of one agent: the workflow's base under the agent's domain and settings."""
-    settings: dict[str, Any] = {key: getattr(agent, key) for key in _SETTINGS if getattr(agent, key) is not None}
+    settings: dict[str, Any] = {key: getattr(agent, key) for key in SAMPLING_FIELDS if getattr(agent, key) is not None}
     if agent.stop is not None:
         settings["stop"] = list(agent.stop)
     if agent.timeout_s is not None:

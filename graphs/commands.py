@@ -22,9 +22,11 @@ from offset_runtime.graphs.schema import Workflow
 from offset_runtime.graphs.terminal import memory_line, show_events
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.shared import shared_runtimes
-from offset_runtime.terminal import messages, output, quiet_libraries
+from offset_runtime.terminal import messages, output, quiet_libraries, spinner
 
-graph_app = typer.Typer(help="Check and draw workflow files.", no_args_is_help=True, add_completion=False)
+graph_app = typer.Typer(
+    help="Check and draw workflow files.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
+)
 
 WorkflowPath = Annotated[Path, typer.Argument(metavar="WORKFLOW", help="Workflow file in YAML.")]
 Text = Annotated[str | None, typer.Argument(metavar="INPUT", help="What the user says. Not with --resume.")]
@@ -51,7 +53,10 @@ def run(
     thread: Thread = "default",
     resume: Resume = False,
 ) -> None:
-    """Run a workflow on INPUT, showing each agent's reply as it is written."""
+    """Run a workflow on INPUT, showing each agent's reply as it is written.
+
+    [bold]Example[/bold]: offset-runtime run workflow.yaml "The harbour was closed on Monday after a storm."
+    """
     _check_input(text, checkpoint, resume)
     loaded = load_workflow(workflow)
     config: RunnableConfig = {"configurable": {"thread_id": thread}}
@@ -66,7 +71,10 @@ def run(
 
 @graph_app.command()
 def check(workflow: WorkflowPath, load: Load = False) -> None:
-    """Report everything that is wrong with a workflow file."""
+    """Report everything that is wrong with a workflow file.
+
+    [bold]Example[/bold]: offset-runtime graph check workflow.yaml --load
+    """
     loaded = load_workflow(workflow)
     fit = ""
     if load:
@@ -80,7 +88,10 @@ def check(workflow: WorkflowPath, load: Load = False) -> None:
 
 @graph_app.command()
 def draw(workflow: WorkflowPath, target: Output = None) -> None:
-    """Draw a workflow: Mermaid text on the standard output, or a picture in a file."""
+    """Draw a workflow: Mermaid text on the standard output, or a picture in a file.
+
+    [bold]Example[/bold]: offset-runtime graph draw workflow.yaml --output workflow.png
+    """
     from offset_runtime.graphs.drawing import mermaid, save_drawing
 
     loaded = read_workflow(workflow)
@@ -117,8 +128,10 @@ def _checkpoints(file: Path | None) -> Iterator[BaseCheckpointSaver[str] | None]
 
 def _load(workflow: Workflow) -> OffsetRuntime:
     """Load the base model, and check every offset on it before the first agent speaks."""
-    quiet_libraries()
-    with messages().status(f"loading {workflow.model.base}"):
-        runtime = shared_runtimes.get(workflow.model.spec())
+    spec = workflow.model.spec()
+    with spinner(f"loading {spec.base}"):
+        if "fake" not in (spec.base, spec.backend):
+            quiet_libraries()
+        runtime = shared_runtimes.get(spec)
     raise_findings(find_model_problems(workflow, runtime))
     return runtime

@@ -16,9 +16,12 @@ from pydantic import (
     Field,
     PrivateAttr,
     StringConstraints,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
+from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
 from offset_runtime.models import BackendName, ModelSpec
 
 START = "START"
@@ -108,16 +111,22 @@ class Agent(_Section):
     description: str = ""
     strength: float = Field(default=1.0, allow_inf_nan=False)
     reads: Names | None = None
-    temperature: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    max_tokens: int | None = Field(default=None, ge=1)
-    top_k: int | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    seed: int | None = Field(default=None, ge=0)
+    temperature: float | None = None
+    max_tokens: int | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
     stop: Texts | None = None
     timeout_s: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     handoffs: Names = ()
+
+    @field_validator(*SAMPLING_FIELDS, "stop")
+    @classmethod
+    def _check_sampling(cls, value: Any, info: ValidationInfo) -> Any:
+        check_limits(str(info.field_name), value)
+        return value
 
 
 class Edge(_Section):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 import offset_runtime
@@ -347,12 +348,23 @@ def test_verify_of_a_missing_file_fails(tmp_path: Path) -> None:
 # the whole
 
 
-@pytest.mark.parametrize("command", ["eval", "score", "list", "show", "verify"])
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert "Example" in result.stdout
-    assert f"offset-runtime {command}" in " ".join(result.stdout.split())
+def command_lines(command: Any) -> list[list[str]]:
+    """The words of every command below `command`, those of groups and of lazy imports included."""
+    lines = []
+    for name, below in getattr(command, "commands", {}).items():
+        loaded = below.make_context(name, [], resilient_parsing=True).command
+        lines += [[name, *rest] for rest in command_lines(loaded) or [[]]]
+    return lines
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    commands = command_lines(typer.main.get_command(app))
+    assert {"train", "verify", "run", "graph draw"} <= {" ".join(words) for words in commands}
+    for words in commands:
+        result = run(*words, "--help")
+        assert result.exit_code == 0, words
+        shown = " ".join(result.stdout.split())
+        assert f"Example: offset-runtime {' '.join(words)} " in shown, words
 
 
 def test_a_misspelled_command_names_the_nearest() -> None:

@@ -210,7 +210,14 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(law: ChatOffset) -
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [({"temperature": -1}, "temperature=-1"), ({"temperature": "hot"}, "temperature='hot'"), ({"top_p": 0}, "top_p=0")],
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"stop": [""]}, "stop string must not be empty"),
+        ({"top_logprobs": 2}, "called with top_logprobs=2 needs logprobs=True"),
+        ({"timeout": -1}, "timeout=-1"),
+    ],
 )
 def test_a_value_out_of_range_is_named(law: ChatOffset, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):

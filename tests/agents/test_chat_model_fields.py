@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from offset_runtime import DomainOffset, OffsetRuntime
 from offset_runtime.agents import ChatOffset, OffsetLLM
@@ -36,15 +37,33 @@ def test_a_misspelled_field_is_refused_with_the_nearest_name(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temperature": -0.5}, "temperature=-0.5"),
-        ({"stop": [""]}, "stop string must not be empty"),
+        ({"temperature": -0.5}, r"temperature\n.*greater than or equal to 0"),
+        ({"temperature": float("inf")}, r"temperature\n.*finite"),
+        ({"max_tokens": -1}, r"max_tokens\n.*greater than or equal to 0"),
+        ({"top_p": 0}, r"top_p\n.*greater than 0"),
+        ({"seed": -1}, r"seed\n.*greater than or equal to 0"),
+        ({"stop": [""]}, r"stop\n.*stop string must not be empty"),
+        ({"top_logprobs": 101, "logprobs": True}, r"top_logprobs\n.*less than or equal to 100"),
         ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=True"),
+        ({"timeout": -1}, r"timeout\n.*greater than 0"),
+        ({"backend": "foo"}, r"backend\n.*'auto', 'torch' or 'fake'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatOffset, OffsetLLM])
+def test_values_out_of_range_are_refused_as_pydantic_does(kind: Any, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        kind(**{"model": "fake", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
         ({"model": "fake#"}, "not of the form 'base#domain'"),
         ({"model": "#law"}, "not of the form 'base#domain'"),
         ({"model": "fake#law", "domain": "news"}, "names domain 'law', but domain='news'"),
     ],
 )
-def test_fields_that_cannot_work_are_refused_at_once(fields: dict[str, Any], said: str) -> None:
+def test_an_address_that_cannot_work_is_refused_at_once(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         ChatOffset(**{"model": "fake", **fields})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +43,21 @@ def test_run_shows_every_agent_and_a_table(write_workflow: Write, invoke: Callab
     assert last_row.split()[:2] == ["editor", "-"]
     assert "1 base model" in memory
     assert "for 2 agents" in memory
+
+
+@pytest.mark.parametrize("model", ["{base: fake}", "{base: any, backend: fake}"])
+def test_a_workflow_on_the_fake_base_imports_no_model_library(write_workflow: Write, model: str) -> None:
+    path = write_workflow(GOOD.replace("{base: fake}", model))
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from offset_runtime.cli import app\n"
+        f"assert CliRunner().invoke(app, ['run', {str(path)!r}, 'hello']).exit_code == 0\n"
+        "heavy = {'torch', 'transformers'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_run_json_prints_only_json_lines(write_workflow: Write, invoke: Callable[..., Result]) -> None:

@@ -79,9 +79,11 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones(write_workflow: Write
     [
         ("max_tokens: 8", "max_tokens: true", "expected a whole number for 'agents.reporter.max_tokens'; found True"),
         ("max_tokens: 8", "max_tokens: 8.5", "expected a whole number for 'agents.reporter.max_tokens'; found 8.5"),
-        ("max_tokens: 8", "max_tokens: 0", "greater than or equal to 1 for 'agents.reporter.max_tokens'; found 0"),
+        ("max_tokens: 8", "max_tokens: -1", "greater than or equal to 0 for 'agents.reporter.max_tokens'; found -1"),
         ("max_tokens: 8", "temperature: hot", "expected a number for 'agents.reporter.temperature'; found 'hot'"),
         ("max_tokens: 8", "strength: .nan", "expected a finite number for 'agents.reporter.strength'; found nan"),
+        ("max_tokens: 8", "temperature: .inf", "expected a finite number for 'agents.reporter.temperature'; found inf"),
+        ("max_tokens: 8", 'stop: [".", ""]', "'agents.reporter.stop': a stop string must not be empty"),
         ("Write.", "12", "expected text for 'agents.reporter.system_prompt'; found 12"),
     ],
 )
