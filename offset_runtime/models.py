@@ -145,7 +145,7 @@ def _read_gguf(path: Path) -> tuple[Any, Any]:
     except Exception as error:
         raise _unreadable(path, error) from error
     # transformers refuses to save what it thinks is still quantised.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from offset_runtime import DomainOffset, EngineSettings, ModelSpec, OffsetRuntime, OffsetStore, SamplingParams
+from offset_runtime import DomainOffset, OffsetRuntime, OffsetStore, SamplingParams
 from offset_runtime.backends.fake import FakeBackend, FakeTokenizer
 from offset_runtime.errors import (
     BaseModelMismatchError,
@@ -23,7 +22,6 @@ from offset_runtime.errors import (
 )
 from offset_runtime.identity import BaseIdentity
 from offset_runtime.placement import Placement
-from offset_runtime.runtime import SharedRuntimes
 
 MakeOffset = Callable[..., DomainOffset]
 
@@ -227,39 +225,6 @@ def test_a_closed_runtime_says_so(fake_runtime: OffsetRuntime) -> None:
 def test_a_model_that_is_nowhere_is_named() -> None:
     with pytest.raises(ModelNotFoundError, match="no model 'nowhere'"):
         OffsetRuntime.load("nowhere")
-
-
-def test_every_caller_of_a_process_gets_the_same_base() -> None:
-    shared, spec = SharedRuntimes(), ModelSpec(base="fake")
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: shared.get(spec), range(32)))
-    assert all(runtime is found[0] for runtime in found)
-    assert shared.get(ModelSpec(base="fake"), EngineSettings()) is found[0]
-    assert shared.get(spec, EngineSettings(max_running=2)) is not found[0]
-    assert shared.get(ModelSpec(base="fake", dtype="float16")) is not found[0]
-    shared.close()
-    with pytest.raises(EngineClosedError):
-        found[0].run(found[0].text_request("hello"))
-    again = shared.get(spec)
-    assert again is not found[0]
-    assert again.run(again.text_request("hello", sampling=SamplingParams(max_tokens=2))).usage.output_tokens == 2
-    shared.close()
-
-
-def test_a_failed_load_can_be_tried_again(tmp_path: Path) -> None:
-    shared, spec = SharedRuntimes(), ModelSpec(base=str(tmp_path / "later"))
-    for _ in range(2):
-        with pytest.raises(ModelNotFoundError):
-            shared.get(spec)
-
-
-def test_paths_that_name_one_folder_share_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
-    monkeypatch.chdir(tmp_path)
-    shared = SharedRuntimes()
-    one = shared.get(ModelSpec(base="model", backend="fake"))
-    assert shared.get(ModelSpec(base=str(tmp_path / "model"), backend="fake")) is one
-    shared.close()
 
 
 def test_replies_are_deterministic_by_default(fake_runtime: OffsetRuntime) -> None:

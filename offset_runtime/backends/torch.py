@@ -33,8 +33,6 @@ from offset_runtime.placement import Placement
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _COARSE_TOLERANCE = 5e-2
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 class TorchTokenizer:
     """A transformers tokenizer in the shape of `backends.base.Tokenizer`."""
@@ -364,8 +362,7 @@ def _context_tokens(config: Any) -> int:
 
 def _device(name: str | None) -> torch.device:
     """Return the device `name`, tried out: a device that is not here would fail only once the model was read."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -390,9 +387,8 @@ def _devices_here() -> str:
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if found not in _DTYPES:
-        expected = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in _DTYPES)
-        raise InvalidRequestError(f"unknown dtype {name!r}; expected {expected}")
+    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise InvalidRequestError(f"unknown dtype {name!r}; expected 'float32', 'bfloat16', 'float16' or 'float64'")
     return cast(torch.dtype, found)
 
 
