@@ -52,12 +52,13 @@ TRAINING_REPLY_TOKENS = 20
 class TrainingSettings(BaseModel):
     """How an offset is trained. The defaults suit agents: chat format, turn anchor, retention held.
 
-    `positions`: K. `max_tokens`: tokens a document is cut at. `learning_rate`: Adam's; with a
-    retention term it falls to a tenth along a cosine. `batch_size`: documents a step. `steps`: the most steps. `l2`: weight of
-    the sum of squares of δ. `retention_weight`: weight of KL(base || with offset); 0 leaves the term
-    out, as the paper does. `max_kl`: steps whose KL on the validation instructions lies above it, in
-    nats, are kept only if no other is (not with a `retention_weight` of 0). `validate_every`: steps
-    between two looks at the validation split. `patience`: looks without a better one before training stops.
+    `positions`: K. `max_tokens`: tokens a document is cut at. `learning_rate`: Adam's; with a retention
+    term it falls to a tenth along a cosine. `batch_size`: documents a step. `steps`: the most steps.
+    `l2`: weight of the sum of squares of δ. `retention_weight`: weight of KL(base || with offset); 0
+    leaves the term out, as the paper does. `max_kl`: steps whose KL on the validation instructions lies
+    above it, in nats, are kept only if no other is (not with a `retention_weight` of 0).
+    `validate_every`: steps between two looks at the validation split. `patience`: looks without a better
+    one before training stops.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -26,7 +26,11 @@ INSTRUCTIONS = (
 
 @pytest.fixture(scope="module")
 def offset(smollm_runtime: OffsetRuntime, make_offset: MakeOffset) -> DomainOffset:
-    """A strong offset, its rows a quarter longer than embeddings; to see a trained one, load its file here."""
+    """A strong offset, its rows a quarter longer than embeddings; to see a trained one, load its file here.
+
+    Small rows hide the fault for a while: those of examples/newsroom, a third as long as embeddings, let a hook
+    write 60 tokens that are no more repetitive than ours.
+    """
     return make_offset(smollm_runtime.backend.identity, "news", positions=3, anchor="sequence", scale=1 / 6)
 
 
