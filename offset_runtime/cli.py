@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 import typer
 
 import offset_runtime
-from offset_runtime.errors import DocumentError, InvalidRequestError, nearest_hint
+from offset_runtime.errors import DocumentError, InvalidRequestError, OffsetFileError, nearest_hint
 from offset_runtime.models import BackendName, ModelSpec
 from offset_runtime.store import OffsetStore
 from offset_runtime.terminal import (
@@ -149,15 +149,14 @@ def train(
         "seed": seed,
     }
     target = OffsetStore(store)
-    target.path(domain)  # a name unfit for a file is refused before the work, not after it
+    target.check_writable(domain)  # refused before the work, not after it
     documents = read_documents(docs)
     held_back = read_documents(validation) if validation else None
     trained_on = len(documents.items) - (0 if held_back else held_back_count(len(documents.items)))
     settings = _training_settings(recipe, trained_on, {k: v for k, v in changes.items() if v is not None})
     with _loaded(model, backend, device) as base:
         offset = _train(base, documents, domain, settings, held_back)
-    path = target.put(offset)
-    _print_trained(offset, path, as_json)
+    _print_trained(offset, _kept(target, offset), as_json)
 
 
 @app.command("eval")
@@ -312,6 +311,17 @@ def _train(
             bar(f"loss {at.loss:.3f}{look}", at.step, at.steps)
 
         return train(base, documents, domain, settings, validation=held_back, progress=update)
+
+
+def _kept(store: OffsetStore, offset: DomainOffset) -> Path:
+    """Write the offset to the store, or, rather than lose minutes of training, to a folder for temporary files."""
+    import tempfile
+
+    try:
+        return store.put(offset)
+    except OffsetFileError as error:
+        path = offset.save(Path(tempfile.mkdtemp(prefix="offset-runtime-")) / store.path(offset.domain).name)
+        raise OffsetFileError(f"{error}. What was trained is not lost: it is in {path}") from error
 
 
 def _print_trained(offset: DomainOffset, path: Path, as_json: bool) -> None:

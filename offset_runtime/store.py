@@ -53,6 +53,20 @@ class OffsetStore:
             )
         return offset
 
+    def check_writable(self, domain: str) -> None:
+        """Raise `OffsetFileError` where `put` would fail, as far as can be told without writing.
+
+        For callers that are about to work for minutes on an offset.
+        """
+        path = self.path(domain)
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or path.is_dir():
+            blocked = path if path.is_dir() else nearest
+            raise OffsetFileError(
+                f"the offset of domain {domain!r} could not be written to {path}: {blocked} is "
+                f"{'a folder' if path.is_dir() else 'no folder that can be written to'}; choose another --store"
+            )
+
     def put(self, offset: DomainOffset) -> Path:
         """Write `offset` under its domain's name, replacing an earlier one atomically."""
         return offset.save(self.path(offset.domain))

@@ -18,6 +18,7 @@ import offset_runtime
 from offset_runtime import DomainOffset, OffsetStore
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.cli import app
+from offset_runtime.errors import OffsetFileError
 
 MakeOffset = Callable[..., DomainOffset]
 
@@ -120,6 +121,26 @@ def test_train_refuses_what_it_cannot_use(
     start = ("train", "legal", "--model", "fake", "--docs", many_docs, "--store", tmp_path / "new")
     assert named in failed(*start, *arguments)
     assert not (tmp_path / "new").exists()
+
+
+def test_train_refuses_a_store_that_cannot_be_written_before_the_work(many_docs: Path) -> None:
+    message = failed("train", "legal", "-m", "nowhere", "--docs", many_docs, "--store", many_docs / "new")
+    assert f"{many_docs} is no folder" in message
+
+
+def test_an_offset_that_cannot_be_stored_after_training_is_not_lost(
+    tiny_folder: Path, many_docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(store: OffsetStore, offset: DomainOffset) -> Path:
+        raise OffsetFileError("the disk is full")
+
+    monkeypatch.setattr(OffsetStore, "put", full)
+    settings = ("--steps", 1, "--max-tokens", 16, "--retention-weight", 0, "-s", tmp_path / "new")
+
+    message = failed("train", "legal", "-m", tiny_folder, "--docs", many_docs, *settings)
+
+    assert "the disk is full" in message
+    assert DomainOffset.load(message.split(" it is in ")[1].strip()).domain == "legal"
 
 
 def test_train_refuses_a_domain_that_names_no_file(many_docs: Path) -> None:
