@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,7 +22,7 @@ from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langgraph.graph import END
 from langgraph.types import Command
 
-from offset_runtime.errors import InvalidRequestError
+from offset_runtime.errors import InvalidRequestError, OffsetError
 
 # Whoever started the conversation: the author of all messages that are no agent's.
 USER = "START"
@@ -44,11 +45,14 @@ def agent_node(
     replies as its own turns, those of other agents as a user's, with the author's name on a line before.
     `reads` names the authors whose messages it may read, ``"START"`` being the user (None: all; an agent
     that is to remember its own replies must then name itself). `route` maps the reply's text to the name
-    of the next node (``"END"`` ends): the node then returns a `Command` that goes there.
+    of the next node (``"END"`` ends): the node then returns a `Command` that goes there. The node cannot
+    know the others of its graph, and LangGraph ends a run that is sent to a node it does not have as if
+    all were well, so let `route` return names of nodes only (the handoffs of a workflow file do).
 
     The node works with `invoke` and `ainvoke` of a graph, and its tokens stream in
-    ``stream_mode="messages"`` with `agent` and `domain` in their metadata. What the model raises is
-    raised as it is. Raises `InvalidRequestError` when there is nothing the agent may read.
+    ``stream_mode="messages"`` with `agent` and `domain` in their metadata. An `OffsetError` of the model
+    is raised as one of the same type whose message begins with the agent; anything else as it is.
+    Raises `InvalidRequestError` when there is nothing the agent may read.
     """
     if isinstance(reads, str):
         raise InvalidRequestError(
@@ -70,10 +74,16 @@ class _Turn:
     route: Route | None
 
     def run(self, state: Any, config: RunnableConfig) -> Any:
-        return self._outcome(self.model.invoke(self._prompt(state), self._tagged(config)))
+        prompt = self._prompt(state)
+        with _naming(self.name):
+            reply = self.model.invoke(prompt, self._tagged(config))
+        return self._outcome(reply)
 
     async def arun(self, state: Any, config: RunnableConfig) -> Any:
-        return self._outcome(await self.model.ainvoke(self._prompt(state), self._tagged(config)))
+        prompt = self._prompt(state)
+        with _naming(self.name):
+            reply = await self.model.ainvoke(prompt, self._tagged(config))
+        return self._outcome(reply)
 
     def _prompt(self, state: Any) -> list[BaseMessage]:
         messages = state["messages"] if isinstance(state, Mapping) else state.messages
@@ -113,6 +123,19 @@ class _Turn:
                 f"the route of agent {self.name!r} returned {target!r}; expected the name of a node, or 'END'"
             )
         return Command(goto=END if target == "END" else target, update=update)
+
+
+@contextlib.contextmanager
+def _naming(agent: str) -> Iterator[None]:
+    """Say in an `OffsetError` whose turn it was. Another object, as one error may be raised to several agents."""
+    try:
+        yield
+    except OffsetError as error:
+        # Not called: subclasses are made from other arguments than their message.
+        kind = type(error)
+        named = kind.__new__(kind, f"agent {agent!r}: {error}")
+        named.__dict__.update(error.__dict__)
+        raise named from error
 
 
 def _signed(messages: Iterable[BaseMessage]) -> Iterable[tuple[str, BaseMessage]]:

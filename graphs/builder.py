@@ -16,7 +16,7 @@ from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import raise_findings
 from offset_runtime.graphs.loader import load_workflow
 from offset_runtime.graphs.routing import edge_router, handoff_instruction, handoff_route
-from offset_runtime.graphs.schema import END, START, Agent, Edge, Workflow
+from offset_runtime.graphs.schema import END, START, Agent, Edge, Origin, Workflow
 from offset_runtime.offset import DomainOffset
 from offset_runtime.runtime import OffsetRuntime
 
@@ -45,8 +45,8 @@ def build_graph(
         ends = tuple(_graph_name(target) for target in (*agent.handoffs, END)) if agent.handoffs else None
         node = _node(workflow, name, agent, runtime)
         graph.add_node(name, node, metadata={"domain": agent.domain}, destinations=ends)
-    for edge in workflow.edges:
-        _add_edge(graph, edge, workflow)
+    for index, edge in enumerate(workflow.edges):
+        _add_edge(graph, edge, workflow.origin, index)
     return graph.compile(checkpointer=checkpointer, name=workflow.name)
 
 
@@ -113,12 +113,13 @@ def _node(workflow: Workflow, name: str, agent: Agent, runtime: OffsetRuntime | 
 
 
 def _add_edge(
-    graph: StateGraph[MessagesState, None, MessagesState, MessagesState], edge: Edge, workflow: Workflow
+    graph: StateGraph[MessagesState, None, MessagesState, MessagesState], edge: Edge, origin: Origin, index: int
 ) -> None:
     sources = [_graph_name(source) for source in edge.source]
     if edge.targets is not None:
         ends: dict[Any, str] = {key: _graph_name(target) for key, target in edge.targets.items()}
-        graph.add_conditional_edges(sources[0], edge_router(edge, workflow.origin.folder), ends)
+        where = origin.where(("edges", index, "path"))
+        graph.add_conditional_edges(sources[0], edge_router(edge, origin.folder, where=where), ends)
         return
     for target in edge.ends:
         graph.add_edge(sources if len(sources) > 1 else sources[0], _graph_name(target))

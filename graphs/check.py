@@ -7,11 +7,12 @@ from pathlib import Path
 
 from offset_runtime.errors import OffsetError, WorkflowError, nearest_hint
 from offset_runtime.graphs.findings import Finding
-from offset_runtime.graphs.flow import choices, endless_cycles, reachable
+from offset_runtime.graphs.flow import choices, endless_cycles, joins_behind_choice, reachable
 from offset_runtime.graphs.routing import ANY_REPLY, path_function
 from offset_runtime.graphs.schema import END, REPLY_CONTAINS, START, Edge, Location, Workflow
 from offset_runtime.offset import DomainOffset
 from offset_runtime.runtime import OffsetRuntime
+from offset_runtime.sampling import SamplingParams
 from offset_runtime.store import OffsetStore
 
 Problem = tuple[Location, str]
@@ -27,6 +28,7 @@ def find_problems(workflow: Workflow, *, files: bool) -> list[Finding]:
         *_agent_problems(workflow),
         *_edge_problems(workflow),
         *_flow_problems(workflow),
+        *_join_problems(workflow),
     ]
     if files:
         problems.extend(_offset_problems(workflow))
@@ -34,8 +36,8 @@ def find_problems(workflow: Workflow, *, files: bool) -> list[Finding]:
 
 
 def find_model_problems(workflow: Workflow, runtime: OffsetRuntime) -> list[Finding]:
-    """Return which offsets of the workflow were not made for the base model of `runtime`."""
-    problems: list[Problem] = []
+    """Return what does not fit the base model of `runtime`: offsets made for another, and `max_tokens`."""
+    problems = list(_context_problems(workflow, runtime))
     for domain, location, path in _offset_files(workflow):
         try:
             runtime.offset(DomainOffset.load(path).renamed(domain))
@@ -122,6 +124,8 @@ def _shape_problems(edge: Edge) -> Iterator[str]:
         yield "START cannot be waited for together with agents; leave it out of the list"
     if len(edge.source) > 1 and edge.conditional:
         yield "an edge with 'path' has one source; write one edge for each"
+    if edge.path == REPLY_CONTAINS and any(not key.strip() for key in edge.targets or {}):
+        yield f"{REPLY_CONTAINS!r} has a target with an empty key; name the words to look for, or {ANY_REPLY!r}"
     if edge.path == REPLY_CONTAINS and ANY_REPLY not in (edge.targets or {}):
         yield f"{REPLY_CONTAINS!r} needs a target for {ANY_REPLY!r}, taken where no other key is found in the reply"
 
@@ -153,6 +157,18 @@ def _flow_problems(workflow: Workflow) -> Iterator[Problem]:
         )
 
 
+def _join_problems(workflow: Workflow) -> Iterator[Problem]:
+    for index, node in joins_behind_choice(workflow):
+        edge = workflow.edges[index]
+        waiting, waited = " and ".join(edge.ends), " and ".join(edge.source)
+        alone = ", ".join(f"{{source: {source}, target: {edge.ends[0]}}}" for source in edge.source)
+        yield (
+            ("edges", index),
+            f"{waiting} waits for {waited}, but {node} goes on to only one of its targets, so they never all run "
+            f"and {waiting} never would; write one edge for each: {alone}",
+        )
+
+
 def _offset_problems(workflow: Workflow) -> Iterator[Problem]:
     for domain, location, path in _offset_files(workflow):
         try:
@@ -177,6 +193,18 @@ def _offset_files(workflow: Workflow) -> Iterator[tuple[str, Location, Path]]:
         if workflow.store is not None and agent.domain in stored and agent.domain not in workflow.domains:
             assert agent.domain is not None
             yield agent.domain, ("agents", name, "domain"), OffsetStore(workflow.store).path(agent.domain)
+
+
+def _context_problems(workflow: Workflow, runtime: OffsetRuntime) -> Iterator[Problem]:
+    context = runtime.backend.capabilities.context_tokens
+    for name, agent in workflow.agents.items():
+        wanted = SamplingParams().max_tokens if agent.max_tokens is None else agent.max_tokens
+        if wanted >= context:
+            yield (
+                ("agents", name, "max_tokens"),
+                f"max_tokens of agent {name!r} is {wanted}, which leaves no room for a prompt in the context of "
+                f"{context} tokens of {workflow.model.base}; lower it",
+            )
 
 
 def _stored(workflow: Workflow) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +29,8 @@ graph_app = typer.Typer(
     help="Check and draw workflow files.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
 )
 
+_DEFAULT_THREAD = "default"
+
 WorkflowPath = Annotated[Path, typer.Argument(metavar="WORKFLOW", help="Workflow file in YAML.")]
 Text = Annotated[str | None, typer.Argument(metavar="INPUT", help="What the user says. Not with --resume.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line for each event.")]
@@ -38,7 +41,7 @@ Thread = Annotated[
     str, typer.Option(metavar="ID", help="Conversation in the checkpoint file; it goes on where it was.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run, from --checkpoint FILE.")]
-Load = Annotated[bool, typer.Option("--load", help="Load the base model too, and check that the offsets fit it.")]
+Load = Annotated[bool, typer.Option("--load", help="Load the base model too, and check that the agents fit it.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="A .mmd, .png, .svg or .pdf file; without it, Mermaid text."),
@@ -50,7 +53,7 @@ def run(
     text: Text = None,
     as_json: AsJson = False,
     checkpoint: Checkpoint = None,
-    thread: Thread = "default",
+    thread: Thread = _DEFAULT_THREAD,
     resume: Resume = False,
 ) -> None:
     """Run a workflow on INPUT, showing each agent's reply as it is written.
@@ -64,7 +67,14 @@ def run(
         runtime = _load(loaded)
         graph = build_graph(loaded, checkpointer=saver, runtime=runtime)
         offsets = agent_offsets(loaded, runtime)
-        show_events(run_workflow(graph, text, config=config), offsets=offsets, console=output(), as_json=as_json)
+        try:
+            # Closed before the checkpoint is read: until then agents go on.
+            with contextlib.closing(run_workflow(graph, text, config=config)) as events:
+                show_events(events, offsets=offsets, console=output(), as_json=as_json)
+        except KeyboardInterrupt:
+            if saver is not None and graph.get_state(config).next:
+                _hint_at_resume(thread)
+            raise
     if not as_json:
         output().print(memory_line(runtime, offsets), style="dim", soft_wrap=True)
 
@@ -119,11 +129,14 @@ def _checkpoints(file: Path | None) -> Iterator[BaseCheckpointSaver[str] | None]
         yield None
         return
     with sqlite_checkpoints(file) as saver:
-        try:
-            yield saver
-        except KeyboardInterrupt:
-            messages().print("to go on, run the same command with --resume in place of the input")
-            raise
+        yield saver
+
+
+def _hint_at_resume(thread: str) -> None:
+    options = "--resume" if thread == _DEFAULT_THREAD else f"--resume --thread {shlex.quote(thread)}"
+    messages().print(
+        f"to go on, run the same command with {options} in place of the input", markup=False, soft_wrap=True
+    )
 
 
 def _load(workflow: Workflow) -> OffsetRuntime:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from offset_runtime.graphs.schema import END, Workflow
+from offset_runtime.graphs.schema import END, REPLY_CONTAINS, START, Workflow
 
 # For each node what follows it: of every set one target is chosen. A plain edge is a set of one.
 Choices = Mapping[str, Sequence[frozenset[str]]]
@@ -26,6 +26,42 @@ def choices(workflow: Workflow) -> dict[str, list[frozenset[str]]]:
         if agent.handoffs:
             found.setdefault(name, []).append(frozenset({*_known(agent.handoffs, workflow), END}))
     return found
+
+
+def joins_behind_choice(workflow: Workflow) -> Iterator[tuple[int, str]]:
+    """Yield (index of an edge, choosing node) of every join that waits for agents of which only one way is taken.
+
+    A choice is an edge with ``reply_contains`` or the handoffs of an agent; a `path` function may return
+    several keys, so it can send both. A choice in a cycle is left out too: it may take another way next time.
+    """
+    for index, edge in enumerate(workflow.edges):
+        if len(edge.source) < 2 or edge.conditional or set(edge.ends) == {END}:
+            continue
+        # What comes after the join cannot help it to begin.
+        others = workflow.model_copy(update={"edges": (*workflow.edges[:index], *workflow.edges[index + 1 :])})
+        follows = choices(others)
+        sources = set(edge.source)
+        if not sources <= reachable(START, follows):
+            continue
+        for node, ends in _exclusive(others):
+            if node not in reachable(node, follows) and not any(
+                sources <= reachable(START, _choosing(follows, node, ends, end)) for end in ends
+            ):
+                yield index, node
+                break
+
+
+def _exclusive(workflow: Workflow) -> list[tuple[str, frozenset[str]]]:
+    """The nodes that go on to exactly one of several, with those."""
+    found = [(e.source[0], frozenset(_known(e.ends, workflow))) for e in workflow.edges if e.path == REPLY_CONTAINS]
+    handoffs = {name: agent.handoffs for name, agent in workflow.agents.items() if agent.handoffs}
+    found += [(name, frozenset({*_known(ends, workflow), END})) for name, ends in handoffs.items()]
+    return [(node, ends) for node, ends in found if len(ends) > 1]
+
+
+def _choosing(follows: Choices, node: str, ends: frozenset[str], end: str) -> Choices:
+    sets = [frozenset({end}) if choice == ends else choice for choice in follows[node]]
+    return {**follows, node: sets}
 
 
 def _known(names: Iterable[str], workflow: Workflow) -> list[str]:

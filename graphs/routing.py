@@ -8,10 +8,13 @@ import inspect
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from langgraph.errors import GraphBubbleUp
 
 from offset_runtime.errors import WorkflowError, nearest_hint
 from offset_runtime.graphs.schema import END, REPLY_CONTAINS, Agent, Edge
@@ -21,30 +24,49 @@ ANY_REPLY = "*"
 State = Mapping[str, Any]
 PathFunction = Callable[[State], object]
 
+# Small models dress the line up: as a list, quoted, bold, with an article, with a full-width colon.
+_DRESS = r"*_`\"'<\[“”‘’«-"
 _HANDOFF = re.compile(
-    r"^[\s>*_`-]*handoff[\s*_`]*:[\s*_`\"'<\[]*([A-Za-z][A-Za-z0-9_-]*)", re.IGNORECASE | re.MULTILINE
+    rf"^[ \t>{_DRESS}]*(?:\(?\d+[.):][ \t{_DRESS}]*)?handoff[ \t*_`]*[:\uff1a][\s{_DRESS}]*(?:the[ \t]+[{_DRESS}]*)?"
+    r"([A-Za-z][A-Za-z0-9_-]*)",
+    re.IGNORECASE | re.MULTILINE,
 )
+_NEAR_HANDOFF = re.compile(r"^.*\bhand[ _-]?off\b.*$", re.IGNORECASE | re.MULTILINE)
+
+# Of a line that is quoted in a warning.
+_SHOWN_CHARACTERS = 120
 
 _log = logging.getLogger(__name__)
 
 
-def edge_router(edge: Edge, folder: Path) -> Callable[[State], list[str]]:
+def edge_router(edge: Edge, folder: Path, *, where: str = "") -> Callable[[State], list[str]]:
     """Return the function that gives the keys of `edge.targets` to follow, for a state with `messages`.
 
-    Raises `WorkflowError` for a `path` that cannot be used; so does the router for a key that is none.
+    Raises `WorkflowError` for a `path` that cannot be used; so does the router, which begins with `where`
+    (file and line), for a function that fails, no key, and a key that is none.
     """
     assert edge.path is not None
     assert edge.targets is not None
     targets, source = edge.targets, edge.source[0]
     function = _reply_contains(targets) if edge.path == REPLY_CONTAINS else path_function(edge.path, folder)
 
+    this = f"{where}: " * bool(where) + f"path {edge.path!r} of the edge from {source!r}"
+
     def route(state: State) -> list[str]:
-        found = function(state)
+        try:
+            found = function(state)
+        except GraphBubbleUp:  # how LangGraph interrupts a run
+            raise
+        # SystemExit too: it would end the run's thread without a word.
+        except (Exception, SystemExit) as error:
+            raise WorkflowError(f"{this} failed{_place(error)}: {error!r}; correct the function") from error
         keys = list(found) if isinstance(found, (list, tuple)) else [found]
+        if not keys:
+            raise WorkflowError(f"{this} returned no key; expected one or more of its targets: {', '.join(targets)}")
         for key in keys:
-            if key not in targets:
+            if not isinstance(key, str) or key not in targets:
                 raise WorkflowError(
-                    f"path {edge.path!r} of the edge from {source!r} returned {key!r}; expected one of its "
+                    f"{this} returned {key!r}; expected one of its "
                     f"targets: {', '.join(targets)}{nearest_hint(str(key), targets)}"
                 )
         return [str(key) for key in keys]
@@ -58,7 +80,7 @@ def path_function(reference: str, folder: Path) -> PathFunction:
     """Import ``module:function``, with `folder` (the workflow file's) searched first.
 
     This runs the module, so a workflow file is to be trusted as far as the code it names. Raises
-    `WorkflowError` when there is no such module or function, or it is not a plain function.
+    `WorkflowError` when there is no such module or function, or it is not a plain function of the state.
     """
     module_name, _, name = reference.partition(":")
     if not module_name or not name:
@@ -73,6 +95,11 @@ def path_function(reference: str, folder: Path) -> PathFunction:
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise WorkflowError(
             f"path {reference!r} is not an ordinary function; expected one that takes the state and returns a key"
+        )
+    if not _takes_one(function):
+        raise WorkflowError(
+            f"path {reference!r}: {name}{inspect.signature(function)} cannot be called with one argument; "
+            "expected a function that takes the state and returns a key"
         )
     return function  # type: ignore[no-any-return]
 
@@ -96,8 +123,16 @@ def handoff_route(agent: str, handoffs: Sequence[str]) -> Callable[[str], str]:
     def route(reply: str) -> str:
         found = _HANDOFF.findall(reply)
         if not found:
+            if near := _NEAR_HANDOFF.search(reply):
+                _log.warning(
+                    "agent %r wrote %r, which is no line 'handoff: NAME'; the workflow ends here",
+                    agent,
+                    near.group().strip()[:_SHOWN_CHARACTERS],
+                )
             return END
-        target = names.get(found[-1].lower())
+        written = found[-1].lower()
+        # A name may end so, but more often it is the end of a word in bold.
+        target = names.get(written) or names.get(written.rstrip("_-*"))
         if target is None:
             _log.warning(
                 "agent %r handed over to %r, which is none of its handoffs (%s); the workflow ends here",
@@ -111,12 +146,44 @@ def handoff_route(agent: str, handoffs: Sequence[str]) -> Callable[[str], str]:
 
 
 def _reply_contains(targets: Mapping[str, str]) -> PathFunction:
+    words = {key: _whole(key.strip().casefold()) for key in targets if key != ANY_REPLY}
+
     def first_contained(state: State) -> str:
         messages = state.get("messages") or []
         reply = str(messages[-1].text).casefold() if messages else ""
-        return next((key for key in targets if key != ANY_REPLY and key.casefold() in reply), ANY_REPLY)
+        return next((key for key, pattern in words.items() if pattern.search(reply)), ANY_REPLY)
 
     return first_contained
+
+
+def _whole(key: str) -> re.Pattern[str]:
+    """What finds `key` as whole words; a sign, or a letter of a script without spaces, may touch others."""
+    before = r"(?<!\w)" if _spaced(key[:1]) else ""
+    after = r"(?!\w)" if _spaced(key[-1:]) else ""
+    return re.compile(before + re.escape(key) + after)
+
+
+def _spaced(character: str) -> bool:
+    # Scripts with upper and lower case have spaces between words.
+    return character.isdecimal() or character == "_" or character.lower() != character.upper()
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True  # some built-in functions have none
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _place(error: BaseException) -> str:
+    """Where in the code of the workflow's author `error` arose; nothing where the call itself failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    return f" in {frames[0].filename}, line {frames[0].lineno}" if frames else ""
 
 
 def _import(module_name: str, folder: Path, reference: str) -> ModuleType:
@@ -131,7 +198,7 @@ def _import(module_name: str, folder: Path, reference: str) -> ModuleType:
             f"path {reference!r}: no module {module_name!r}, neither in {folder} nor among the installed ones"
             f"{nearest_hint(module_name, others)}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkflowError(f"path {reference!r}: importing module {module_name!r} failed: {error!r}") from error
     beside = folder / f"{module_name.replace('.', '/')}.py"
     loaded = getattr(module, "__file__", None)

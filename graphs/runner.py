@@ -6,7 +6,7 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import merge_configs
 from langgraph.errors import GraphRecursionError
+from langgraph.graph import END
 
 from offset_runtime.errors import WorkflowError
 from offset_runtime.graphs.builder import WorkflowGraph
@@ -26,7 +27,7 @@ STEP_LIMIT = 100
 
 def run_workflow(
     graph: WorkflowGraph, text: str | None, *, config: RunnableConfig | None = None
-) -> Iterator[WorkflowEvent]:
+) -> Generator[WorkflowEvent, None, None]:
     """Run `graph` on the user's `text`, and yield what happens as it happens.
 
     `text` None resumes the thread that `config` names from the graph's checkpointer: agents that had
@@ -35,19 +36,21 @@ def run_workflow(
     are being written, at their next token.
 
     Raises `WorkflowError` where there is nothing to resume, where `text` meets a thread whose run was
-    interrupted, and where the steps run out; and what agents raise.
+    interrupted, where the steps run out, and where an agent is left waiting for others at the end; and
+    what agents raise.
     """
     settings: RunnableConfig = {"recursion_limit": STEP_LIMIT, **(config or {})}
     _check_thread(graph, settings, resume=text is None)
     return _events(_Run(graph, text, settings))
 
 
-def _events(run: _Run) -> Iterator[WorkflowEvent]:
+def _events(run: _Run) -> Generator[WorkflowEvent, None, None]:
     started, turns = time.monotonic(), 0
     with run:
         for event in run:
             turns += isinstance(event, AgentFinished)
             yield event
+        run.check_joins()
     yield WorkflowFinished(turns, time.monotonic() - started)
 
 
@@ -80,6 +83,43 @@ class _Watch(BaseCallbackHandler):
             raise _Left
 
 
+class _Joins:
+    """Which agents that wait for several others have been left waiting."""
+
+    def __init__(self, graph: WorkflowGraph) -> None:
+        self._graph = graph
+        edges = [(sources, target) for sources, target in graph.builder.waiting_edges if target != END]
+        self._arrived: dict[tuple[tuple[str, ...], str], set[str]] = {edge: set() for edge in sorted(edges)}
+
+    def note(self, task: dict[str, Any]) -> None:
+        if "result" not in task:
+            return
+        for (sources, _), arrived in self._arrived.items():
+            arrived.update({task["name"]} & {*sources})
+            if len(arrived) == len(set(sources)):
+                arrived.clear()
+
+    def waiting(self, config: RunnableConfig) -> Iterator[tuple[str, list[str]]]:
+        """Yield (the agent that waits, those it has not heard of)."""
+        for (sources, target), arrived in self._arrived.items():
+            known = self._recorded(sources, target, config) if self._recording(config) else arrived
+            if known and (missing := [source for source in sources if source not in known]):
+                yield target, missing
+
+    def _recording(self, config: RunnableConfig) -> bool:
+        return bool(self._graph.checkpointer) and "thread_id" in config.get("configurable", {})
+
+    def _recorded(self, sources: tuple[str, ...], target: str, config: RunnableConfig) -> set[str]:
+        """As the checkpoint has it, which knows of those too that had arrived before the run was resumed."""
+        saver: Any = self._graph.checkpointer
+        saved = saver.get_tuple(config)
+        return (
+            set()
+            if saved is None
+            else saved.checkpoint["channel_values"].get(f"join:{'+'.join(sources)}:{target}") or set()
+        )
+
+
 class _Run:
     """The graph's own stream, run by a thread of its own.
 
@@ -90,6 +130,7 @@ class _Run:
     def __init__(self, graph: WorkflowGraph, text: str | None, config: RunnableConfig) -> None:
         self._graph = graph
         self._input: Any = None if text is None else {"messages": [HumanMessage(text)]}
+        self._joins = _Joins(graph)
         self._found: queue.SimpleQueue[WorkflowEvent | BaseException | None] = queue.SimpleQueue()
         self._watch = _Watch(self._found.put)
         self._config = merge_configs(config, {"callbacks": [self._watch]})
@@ -116,6 +157,14 @@ class _Run:
                 raise found
             yield found
 
+    def check_joins(self) -> None:
+        """Raise `WorkflowError` where an agent still waits for others: the run has ended without it."""
+        for target, missing in self._joins.waiting(self._config):
+            raise WorkflowError(
+                f"workflow {self._graph.name!r} ended while {target!r} still waited for {', '.join(missing)}, which "
+                "did not run; if not all of them always run, write one edge for each in place of the list"
+            )
+
     def _work(self) -> None:
         try:
             # A killed process must find on disk whatever its reader has seen finished.
@@ -123,6 +172,8 @@ class _Run:
             modes: Any = ["messages", "tasks"]
             found: Any = self._graph.stream(self._input, self._config, stream_mode=modes, durability=durability)
             for mode, data in found:
+                if mode == "tasks":
+                    self._joins.note(data)
                 event = _token(data) if mode == "messages" else _finished(data)
                 if event is not None:
                     self._found.put(event)

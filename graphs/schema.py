@@ -135,7 +135,7 @@ class Edge(_Section):
     `source`: an agent or START; several are all waited for. Either `target`, where several run in
     parallel, or `path` with `targets`: `path` names a function ``module:function`` that is called with
     the state and returns a key of `targets`, or several; or it is ``reply_contains``, which takes the
-    first key that the last reply contains, upper or lower case, and ``*`` where none is found.
+    first key that the last reply contains as whole words, upper or lower case, and ``*`` where none is found.
     """
 
     source: Nodes = Field(validation_alias=AliasChoices("source", "from"))

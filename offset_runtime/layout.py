@@ -13,7 +13,7 @@ from offset_runtime.errors import DocumentError, PromptFormatError
 from offset_runtime.offset import Anchor, PromptFormat
 
 # A document is learned as the reply to a request for it, in varied words. With one fixed request the
-# offset learns to write domain text whatever was asked: retention is lost (docs/evaluation.md).
+# offset learns to write domain text whatever was asked.
 REQUESTS = (
     "Write a text that begins with: {words}",
     "Continue this text: {words}",

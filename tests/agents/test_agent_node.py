@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from offset_runtime import OffsetRuntime
 from offset_runtime.agents import ChatOffset, agent_node
-from offset_runtime.errors import ContextOverflowError, InvalidRequestError
+from offset_runtime.errors import ContextOverflowError, InvalidRequestError, UnknownDomainError
 
 Conversation = list[tuple[str, str]]
 
@@ -247,3 +247,18 @@ def test_an_agent_in_no_domain_is_told_apart_in_the_metadata(law: ChatOffset) ->
     parts = builder.compile().stream({"messages": [("user", "hello")]}, stream_mode="messages")
 
     assert {(metadata["agent"], metadata["domain"]) for _, metadata in parts} == {("plain", None)}
+
+
+async def test_an_error_of_the_package_names_the_agent_and_is_else_the_same() -> None:
+    raised = UnknownDomainError("law", ["tax"])
+
+    def fail(_: object) -> AIMessage:
+        raise raised
+
+    node = agent_node("critic", RunnableLambda(fail))
+    for _ in range(2):
+        with pytest.raises(UnknownDomainError, match=r"^agent 'critic': unknown domain 'law'") as caught:
+            node.invoke({"messages": STATE})
+        assert (caught.value.domain, caught.value.__cause__) == ("law", raised)
+    with pytest.raises(UnknownDomainError, match=r"^agent 'critic': unknown domain 'law'"):
+        await node.ainvoke({"messages": STATE})

@@ -259,6 +259,9 @@ def test_an_agent_cannot_be_called_like_the_ends(write_workflow: Write) -> None:
         ("routes:pik", "path 'routes:pik': module 'routes' has no function 'pik'; did you mean 'pick'?"),
         ("routes:number", "path 'routes:number' is not an ordinary function"),
         ("routes:later", "path 'routes:later' is not an ordinary function"),
+        ("routes:none", "path 'routes:none': none() cannot be called with one argument; expected a function that"),
+        ("routes:two", "path 'routes:two': two(state, more) cannot be called with one argument"),
+        ("leaving:pick", "path 'leaving:pick': importing module 'leaving' failed: SystemExit(3)"),
         ("broken:pick", "path 'broken:pick': importing module 'broken' failed: ZeroDivisionError"),
         ("needy:pick", "path 'needy:pick': module 'needy' needs 'no_such_thing'"),
     ],
@@ -266,11 +269,13 @@ def test_an_agent_cannot_be_called_like_the_ends(write_workflow: Write) -> None:
 def test_a_bad_path_is_named(
     write_workflow: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, expected: str
 ) -> None:
-    for module in ("routes", "broken", "needy"):
+    for module in ("routes", "broken", "needy", "leaving"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "routes.py").write_text(
         "number = 3\ndef pick(state):\n    return 'x'\nasync def later(state):\n    return 'x'\n"
+        "def none():\n    return 'x'\ndef two(state, more):\n    return 'x'\n"
     )
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "needy.py").write_text("import no_such_thing\n")
     edge = f"  - {{source: writer, path: '{reference}', targets: {{x: editor}}}}\n"
@@ -308,3 +313,78 @@ def test_a_workflow_made_in_python_is_checked_too() -> None:
     }
     found = [str(finding) for finding in find_problems(Workflow.model_validate(made), files=False)]
     assert "workflow['edges'][0]['target']: edge to unknown agent 'b'; expected one of a, END" in found
+
+
+THREE = "agents:\n  a: {}\n  b: {}\n  c: {}\n"  # lines 4 to 7; edges begin in line 9
+SPLIT = "  - {source: START, path: reply_contains, targets: {x: a, '*': b}}\n"
+JOIN = "  - {source: [a, b], target: c}\n"
+LAST = "  - {source: c, target: END}\n"
+
+
+def test_a_join_of_which_a_split_runs_only_one_source_is_reported(write_workflow: Write) -> None:
+    assert problems(write_workflow, THREE + "edges:\n" + SPLIT + JOIN + LAST) == [
+        "line 10: c waits for a and b, but START goes on to only one of its targets, so they never all run and c "
+        "never would; write one edge for each: {source: a, target: c}, {source: b, target: c}"
+    ]
+
+
+def test_a_join_behind_handoffs_is_reported(write_workflow: Write) -> None:
+    body = THREE + "  d: {handoffs: [a, b]}\nedges:\n  - {source: START, target: d}\n" + JOIN + LAST
+    [problem] = problems(write_workflow, body)
+    assert problem.startswith("line 11: c waits for a and b, but d goes on to only one")
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        "  - {source: START, target: [a, b]}\n" + JOIN + LAST,
+        # b runs after a too.
+        SPLIT + "  - {source: a, target: b}\n" + JOIN + LAST,
+        # Whichever runs, END follows.
+        SPLIT + "  - {source: [a, b], target: END}\n  - {source: START, target: c}\n" + LAST,
+        # The choice is made again, and may be another.
+        "  - {source: START, target: c}\n  - {source: c, path: reply_contains, targets: {x: a, y: b, '*': END}}\n"
+        "  - {source: [a, b], target: d}\n  - {source: [a], target: c}\n  - {source: b, target: c}\n"
+        "  - {source: d, target: END}\n",
+    ],
+)
+def test_a_join_that_may_run_is_no_problem(write_workflow: Write, edges: str) -> None:
+    agents = THREE + ("  d: {}\n" if "target: d" in edges else "")
+    assert problems(write_workflow, agents + "edges:\n" + edges) == []
+
+
+def test_a_join_behind_a_path_function_may_run_as_that_may_return_both(
+    write_workflow: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "routes", raising=False)
+    (tmp_path / "routes.py").write_text("def pick(state):\n    return ['x', 'y']\n")
+    split = "edges:\n  - {source: START, path: 'routes:pick', targets: {x: a, y: b}}\n"
+    assert problems(write_workflow, THREE + split + JOIN + LAST) == []
+
+
+def test_an_empty_key_of_reply_contains_is_refused(write_workflow: Write) -> None:
+    edges = (
+        "  - {source: START, target: writer}\n  - {source: editor, target: END}\n"
+        "  - {source: writer, path: reply_contains, targets: {'': editor, '*': END}}\n"
+    )
+    assert problems(write_workflow, AGENTS + edges) == [
+        "line 10: 'reply_contains' has a target with an empty key; name the words to look for, or '*'"
+    ]
+
+
+def test_max_tokens_that_fill_the_context_are_found_once_the_base_is_loaded(
+    write_workflow: Write, fake_runtime: OffsetRuntime
+) -> None:
+    body = """\
+agents:
+  a: {max_tokens: 4095}
+  b:
+    max_tokens: 4096
+edges: [{source: START, target: a}, {source: a, target: b}, {source: b, target: END}]
+"""
+    path = write_workflow(HEAD + body)
+    [finding] = find_model_problems(load_workflow(path), fake_runtime)
+    assert str(finding) == (
+        f"{path}, line 7: max_tokens of agent 'b' is 4096, which leaves no room for a prompt in the context of "
+        "4096 tokens of fake; lower it"
+    )

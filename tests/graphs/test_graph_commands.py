@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from offset_runtime.cli import app
+from offset_runtime.graphs import AgentFinished, commands
 
 Write = Callable[[str], Path]
 
@@ -166,3 +168,44 @@ def test_draw_needs_no_offsets(write_workflow: Write, invoke: Callable[..., Resu
     result = invoke("run", path, "hello")
     assert result.exit_code == 2
     assert "line 4: domain 'news': no offset file at" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("thread", "hint"), [("default", "--resume in"), ("my talk", "--resume --thread 'my talk' in")]
+)
+def test_an_interrupted_run_says_how_to_go_on_once_there_is_a_checkpoint(
+    write_workflow: Write,
+    invoke: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    thread: str,
+    hint: str,
+) -> None:
+    def interrupted(events: Iterable[object], *, after: type | None, **_: object) -> None:
+        for event in events if after else ():
+            if isinstance(event, after or object):
+                raise KeyboardInterrupt
+        raise KeyboardInterrupt
+
+    # Long enough that the editor is still writing when the interrupt comes.
+    path = write_workflow(GOOD.replace("editor: {max_tokens: 5}", "editor: {max_tokens: 3000}"))
+    arguments = ("run", path, "hello", "--checkpoint", tmp_path / "c.sqlite", "--thread", thread)
+    monkeypatch.setattr(commands, "show_events", partial(interrupted, after=None))
+    early = invoke(*arguments)
+    assert early.exit_code == 130
+    assert "to go on" not in early.stderr
+    monkeypatch.setattr(commands, "show_events", partial(interrupted, after=AgentFinished))
+    late = invoke(*arguments)
+    assert late.exit_code == 130
+    assert f"to go on, run the same command with {hint} place of the input" in late.stderr
+
+
+def test_max_tokens_that_fill_the_context_stop_run_before_any_agent_speaks(
+    write_workflow: Write, invoke: Callable[..., Result]
+) -> None:
+    path = write_workflow(GOOD.replace("editor: {max_tokens: 5}", "editor: {max_tokens: 4096}"))
+    for arguments in (["run", path, "hello"], ["graph", "check", path, "--load"]):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert f"{path}, line 6: max_tokens of agent 'editor' is 4096" in result.stderr
+        assert "writer" not in result.stdout

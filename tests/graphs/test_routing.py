@@ -89,6 +89,14 @@ def test_a_module_of_the_same_name_from_elsewhere_is_not_taken_silently(module: 
         "**handoff: billing**",
         "handoff: tech\nNo, wait.\nhandoff: `billing`\n",
         "- handoff: <billing>",
+        "_handoff: billing_",
+        "**handoff: billing-**",
+        '"handoff: billing"',
+        "\u201chandoff: billing\u201d",
+        "1. handoff: billing",
+        "(2) **Handoff:** the billing agent",
+        "handoff\uff1abilling",
+        "handoff: the **billing**",
     ],
 )
 def test_a_handoff_line_is_read_as_small_models_write_it(reply: str) -> None:
@@ -112,3 +120,56 @@ def test_the_instruction_names_the_agents_and_what_they_do() -> None:
         'To pass the conversation on, end your reply with a line "handoff: NAME", '
         "where NAME is one of: billing (refunds), tech, END."
     )
+
+
+@pytest.mark.parametrize(
+    ("reply", "key"),
+    [
+        ("a Refund, please", "refund"),
+        ("refunds", "*"),
+        ("prerefund", "*"),
+        ("a tax return", "tax return"),
+        ("in C++.", "c++"),
+        ("\u6211\u8981\u9000\u6b3e\u4e86", "\u9000\u6b3e"),
+    ],
+)
+def test_reply_contains_looks_for_whole_words(reply: str, key: str) -> None:
+    keys = dict.fromkeys(("refund", "tax return", "c++", "\u9000\u6b3e", "*"), "END")
+    assert edge_router(edge("reply_contains", **keys), Path())(state(reply)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("state['nope']", " failed in {folder}/my_routes.py, line 2: KeyError('nope'); correct the function"),
+        ("__import__('sys').exit(3)", " failed in {folder}/my_routes.py, line 2: SystemExit(3); correct the function"),
+        ("{}", " returned {{}}; expected one of its targets: x"),
+        ("[[]]", " returned []; expected one of its targets: x"),
+        ("None", " returned None; expected one of its targets: x"),
+        ("[]", " returned no key; expected one or more of its targets: x"),
+    ],
+)
+def test_a_path_function_that_fails_is_named_with_its_place(module: Path, body: str, expected: str) -> None:
+    (module / "my_routes.py").write_text(f"def one(state):\n    return {body}\n")
+    route = edge_router(edge("my_routes:one", x="a"), module, where="w.yaml, line 9")
+    with pytest.raises(WorkflowError) as caught:
+        route(state("x"))
+    start = "w.yaml, line 9: path 'my_routes:one' of the edge from 'a'"
+    assert str(caught.value) == start + expected.format(folder=module)
+
+
+def test_a_name_that_ends_in_a_sign_is_taken_as_it_is() -> None:
+    assert handoff_route("desk", ["desk_", "desk"])("handoff: desk_") == "desk_"
+
+
+@pytest.mark.parametrize("reply", ["I hand off to billing.", "Hand-off: billing", "My handoff: billing"])
+def test_what_is_nearly_a_handoff_is_logged(reply: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert handoff_route("desk", ["billing"])(f"Well.\n{reply}\n") == "END"
+    assert f"agent 'desk' wrote {reply!r}, which is no line 'handoff: NAME'; the workflow ends here" in caplog.text
+
+
+def test_a_reply_without_a_handoff_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        handoff_route("desk", ["billing"])("All done; off to bed.")
+    assert not caplog.records

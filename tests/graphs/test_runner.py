@@ -143,9 +143,9 @@ def test_an_interrupt_cancels_too() -> None:
     assert backend.passes < 1000
 
 
-def test_what_an_agent_raises_is_raised_as_it_is(fake_runtime: OffsetRuntime) -> None:
+def test_an_error_keeps_its_type_and_names_the_agent(fake_runtime: OffsetRuntime) -> None:
     graph = build_graph(chain("a", max_tokens=5000), runtime=fake_runtime)
-    with pytest.raises(ContextOverflowError, match="exceeds the context"):
+    with pytest.raises(ContextOverflowError, match=r"^agent 'a': .* exceeds the context"):
         list(run_workflow(graph, "hello"))
 
 
@@ -245,3 +245,52 @@ def test_without_the_extra_the_message_says_what_to_install(tmp_path: Path, monk
         sqlite_checkpoints(tmp_path / "c"),
     ):
         pass
+
+
+def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Workflow:
+    """A split by a function that returns `body`, and c, which waits for both of its targets."""
+    monkeypatch.delitem(sys.modules, "join_routes", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "join_routes.py").write_text(f"def pick(state):\n    return {body}\n")
+    return Workflow.model_validate(
+        {
+            "version": 1,
+            "name": "join",
+            "model": {"base": "fake"},
+            "agents": {name: {"max_tokens": 3} for name in "abc"},
+            "edges": [
+                {"source": "START", "path": "join_routes:pick", "targets": {"x": "a", "y": "b"}},
+                {"source": ["a", "b"], "target": "c"},
+                {"source": "c", "target": "END"},
+            ],
+        }
+    )
+
+
+@pytest.mark.parametrize("saver", [None, InMemorySaver])
+def test_an_agent_left_waiting_at_the_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_runtime: OffsetRuntime, saver: type[InMemorySaver] | None
+) -> None:
+    workflow = join(tmp_path, monkeypatch, "'x'")
+    graph = build_graph(workflow, runtime=fake_runtime, checkpointer=saver and saver())
+    with pytest.raises(WorkflowError, match=r"workflow 'join' ended while 'c' still waited for b, which did not run"):
+        list(run_workflow(graph, "hello", config=THREAD))
+
+
+@pytest.mark.parametrize("saver", [None, InMemorySaver])
+def test_a_join_whose_sources_all_ran_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_runtime: OffsetRuntime, saver: type[InMemorySaver] | None
+) -> None:
+    workflow = join(tmp_path, monkeypatch, "['x', 'y']")
+    graph = build_graph(workflow, runtime=fake_runtime, checkpointer=saver and saver())
+    *_, end = run_workflow(graph, "hello", config=THREAD)
+    assert isinstance(end, WorkflowFinished)
+    assert end.turns == 3
+
+
+def test_sys_exit_in_a_path_function_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_runtime: OffsetRuntime
+) -> None:
+    graph = build_graph(join(tmp_path, monkeypatch, "__import__('sys').exit(0)"), runtime=fake_runtime)
+    with pytest.raises(WorkflowError, match=r"path 'join_routes:pick' of the edge from 'START' failed in .*line 2"):
+        list(run_workflow(graph, "hello"))
