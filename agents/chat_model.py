@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
 from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
@@ -14,14 +14,20 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, LLMResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
+from langchain_core.tools import BaseTool
 
 from offset_runtime.agents.connection import Connection
 from offset_runtime.agents.messages import template_messages
 from offset_runtime.agents.reply import logprobs_metadata, usage_metadata
 from offset_runtime.agents.submission import Call, aopen_stream, astream_chunks, open_stream, stream_chunks
+from offset_runtime.errors import InvalidRequestError
 from offset_runtime.request import Completion, Delta
+
+
+class _NotSupportedError(InvalidRequestError, NotImplementedError):
+    """What chat models may offer and this one does not; LangChain looks for `NotImplementedError`."""
 
 
 class _ChatCall(Call[ChatGenerationChunk]):
@@ -62,6 +68,9 @@ class ChatOffset(Connection, BaseChatModel):
     LangChain's: True makes invoke() stream inside, an explicit False keeps LangGraph from streaming
     tokens; left out, tokens stream where they are asked for.
 
+    Tools and structured output are not supported yet: binding them raises an `InvalidRequestError` that
+    is a `NotImplementedError` too. LangChain's `create_agent` works with ``tools=[]``.
+
     Replies carry `usage_metadata`, and in `response_metadata` the model name, finish reason, domain,
     digest and strength of the offset, seconds per phase, and log-probabilities if wanted.
     """
@@ -91,6 +100,30 @@ class ChatOffset(Connection, BaseChatModel):
         """As `batch`, on the event loop."""
         configs = self._batch_configs(config, len(inputs))
         return await super().abatch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Bind the arguments of a call; `InvalidRequestError` where there are tools, which are not supported yet."""
+        if tools or tool_choice is not None:
+            raise _NotSupportedError(
+                f"{type(self).__name__} was given {len(tools)} tools, and this release does not support tools yet; "
+                "leave them out. create_agent works with tools=[]."
+            )
+        return self.bind(**kwargs)
+
+    def with_structured_output(
+        self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
+    ) -> NoReturn:
+        """Raise `InvalidRequestError`: structured output is not supported yet."""
+        raise _NotSupportedError(
+            f"{type(self).__name__} was asked for structured output, which this release does not support yet; "
+            "ask for the form in the prompt, and parse the text of the reply."
+        )
 
     async def agenerate(
         self,

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, Validation
 
 from offset_runtime.agents.reply import Provenance
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
+from offset_runtime.chat import check_text
 from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import InvalidRequestError, OffsetError, UnknownDomainError, nearest_hint
 from offset_runtime.models import BackendName, ModelSpec
@@ -38,7 +39,8 @@ class Connection(BaseLanguageModel[Any]):
     trained anew is picked up by a new instance. A value out of its range raises pydantic's
     `ValidationError` here, and `InvalidRequestError` where it is an argument of a call.
 
-    `model`: the base model, or ``base#domain``. `domain`: the domain; None is the plain base.
+    `model`: the base model, or ``base#domain``, split at the last ``#`` where the whole is no path that
+    exists. `domain`: the domain; None is the plain base.
     `strength` scales its offset. `domains`: offset files by domain, under the names given here; other
     domains are looked up in the directory `store` (and before that in `runtime`, where one is given).
     `temperature` to `seed`: as in `SamplingParams`; None is its default, which is greedy. `stop`: texts
@@ -181,6 +183,7 @@ class Connection(BaseLanguageModel[Any]):
         """Token ids of `text` under the base model's tokenizer. Loads the base."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
+        check_text(text)
         return self.load_runtime().backend.tokenizer.encode(text)
 
     @property
@@ -260,9 +263,15 @@ class Connection(BaseLanguageModel[Any]):
 
 
 def _with_address_split(values: dict[str, Any]) -> dict[str, Any]:
-    """Turn ``model="base#domain"`` into `model` and `domain`."""
+    """Turn ``model="base#domain"`` into `model` and `domain`; a path that exists is the model as it stands."""
     model = values.get("model")
-    if not isinstance(model, str) or "#" not in model:
+    if isinstance(model, str) and not model.strip():
+        # As a path, an empty name would be the current folder.
+        raise InvalidRequestError(
+            f"model {model!r} is empty; expected a base model, such as a packaged name, a hub id, a folder or a "
+            ".gguf file, or 'base#domain'"
+        )
+    if not isinstance(model, str) or "#" not in model or _is_path(model):
         return values
     base, _, domain = model.rpartition("#")
     if not base or not domain:
@@ -272,6 +281,14 @@ def _with_address_split(values: dict[str, Any]) -> dict[str, Any]:
             f"model {model!r} names domain {domain!r}, but domain={values['domain']!r} is given too; give one of them"
         )
     return {**values, "model": base, "domain": domain}
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        # Too long for a path, or in the home of a user who is not there.
+        return False
 
 
 def _as_list(stop: Sequence[str] | str | None) -> Sequence[str]:

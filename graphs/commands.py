@@ -12,6 +12,7 @@ import typer
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
+from offset_runtime.chat import check_text
 from offset_runtime.errors import InvalidRequestError
 from offset_runtime.graphs.builder import agent_offsets, build_graph
 from offset_runtime.graphs.check import find_model_problems, find_problems
@@ -121,6 +122,7 @@ def _check_input(text: str | None, checkpoint: Path | None, resume: bool) -> Non
         raise InvalidRequestError("--resume goes on with the input of the interrupted run; leave INPUT out")
     if not resume and not (text or "").strip():
         raise InvalidRequestError('the workflow has no input; add it after the file: run WORKFLOW "what the user says"')
+    check_text(text or "")
 
 
 @contextlib.contextmanager

@@ -141,10 +141,11 @@ def list_table(entries: Iterable[Entry]) -> Table:
 def details_table(fields: Mapping[str, Any]) -> Table:
     """All fields of one offset, nested ones under their path."""
     table = Table(show_header=False, box=None, padding=(0, 1))
+    # Some keys differ at their end only. So values give way first, and a key that still does not fit is folded.
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for key, value in _flat("", fields):
-        table.add_row(key, value)
+        table.add_row(Text(key, overflow="fold", no_wrap=False), Text(value))
     return table
 
 

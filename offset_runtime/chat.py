@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from offset_runtime.backends.base import Message, Tokenizer
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
@@ -15,14 +15,16 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 
     The template writes its special tokens itself, so none are added.
 
-    Raises `PromptFormatError` when the model has no chat template, `InvalidRequestError` for an empty
-    conversation, an unknown role or content that is no text.
+    Raises `PromptFormatError` when the model has no chat template, `InvalidRequestError` for what is no
+    list of messages, an empty conversation, an unknown role, or content that is no text or no valid
+    Unicode.
     """
     if not tokenizer.has_chat_template:
         raise PromptFormatError(
             "this model has no chat template, so chat messages cannot be laid out; "
             "continue plain text with OffsetRuntime.text_request instead"
         )
+    _check_list(messages)
     if not messages:
         raise InvalidRequestError("no messages; a chat needs at least one")
     for place, message in enumerate(messages, start=1):
@@ -34,7 +36,41 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
             raise
         # Some templates know no system role (Gemma's); what it says then opens the user's message.
         rendered = tokenizer.render_chat(_system_in_user_message(messages))
+    check_text(rendered)
     return tokenizer.encode(rendered)
+
+
+def check_text(text: object) -> None:
+    """Raise `InvalidRequestError` unless `text` is a string that UTF-8 can hold; tokenizers read nothing else."""
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"the text is {_found(text)}; expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text holds characters that are no valid Unicode (lone surrogates, from bytes that are not UTF-8): "
+            f"{text[error.start]!a} at position {error.start}; give the text in UTF-8, for example converted "
+            "with iconv, or read it with errors='replace'"
+        ) from error
+
+
+def _check_list(messages: object) -> None:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise _no_messages("messages are", messages)
+    for place, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            raise _no_messages(f"message {place} is", message)
+
+
+def _no_messages(what: str, found: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{what} {_found(found)}; expected a list of messages with role and content, "
+        'for example [{"role": "user", "content": "hello"}]'
+    )
+
+
+def _found(value: object) -> str:
+    return f"{ascii(value)[:40]} of type {type(value).__name__}"
 
 
 def _check(message: Message, place: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -155,8 +155,7 @@ class Engine:
                 f"prompt of {prompt} tokens + max_tokens of {reply} = {prompt + reply} exceeds the context of "
                 f"{context} tokens; shorten the prompt or lower max_tokens to at most {max(context - prompt, 0)}"
             )
-        if request.score_from is not None and request.score_from < 1:
-            raise InvalidRequestError("score_from must be at least 1: nothing precedes the first token")
+        _check_values(request)
         check_placements(request.placements, prompt, self.backend.identity.hidden_size)
 
     def _run(self) -> None:
@@ -264,6 +263,28 @@ class Engine:
         for job in [*self._scheduler.running, *self._scheduler.waiting]:
             # One error a request: threads that raise one object at once would mix its tracebacks.
             self._end(job, EngineClosedError(why))
+
+
+def _check_values(request: Request) -> None:
+    prompt, first = request.prompt_ids, request.score_from
+    timeout_s: Any = request.timeout_s
+    foreign: list[Any] = [token for token in prompt if not isinstance(token, int | np.integer)]
+    if foreign:
+        raise InvalidRequestError(
+            f"prompt_ids hold {foreign[0]!r} of type {type(foreign[0]).__name__}; expected integers, as encode() gives"
+        )
+    if first is not None and first < 1:
+        raise InvalidRequestError("score_from must be at least 1: nothing precedes the first token")
+    if first is not None and first >= len(prompt):
+        raise InvalidRequestError(
+            f"score_from={first} leaves nothing to score in a prompt of {len(prompt)} tokens; "
+            f"expected at most {len(prompt) - 1}"
+        )
+    # Not a number is never greater, so it is refused too.
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        raise InvalidRequestError(
+            f"timeout_s={timeout_s!r} can never be kept; expected seconds greater than 0, or None for no limit"
+        )
 
 
 class _Job:

@@ -6,11 +6,12 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType, TracebackType
 from typing import Self
 
 from offset_runtime.backends.base import Backend, Message
-from offset_runtime.chat import chat_prompt
+from offset_runtime.chat import chat_prompt, check_text
 from offset_runtime.documents import Document
 from offset_runtime.engine import Engine, EngineSettings
 from offset_runtime.errors import InvalidRequestError, PromptFormatError, UnknownDomainError
@@ -110,13 +111,15 @@ class OffsetRuntime:
     def offset(self, domain: Domain) -> DomainOffset | None:
         """Return the offset that `domain` names; None stays None.
 
-        Raises `UnknownDomainError` or `BaseModelMismatchError`.
+        Raises `UnknownDomainError`, `BaseModelMismatchError`, or `InvalidRequestError` for a value that
+        names no domain.
         """
         if domain is None:
             return None
         if isinstance(domain, DomainOffset):
             self._check(domain)
             return domain
+        _check_name(domain)
         try:
             return self._offsets[domain]
         except KeyError:
@@ -133,8 +136,9 @@ class OffsetRuntime:
     ) -> Request:
         """Lay chat messages out with the model's template and place the domain's offset in them.
 
-        `strength` scales the offset. Raises `UnknownDomainError`, `BaseModelMismatchError`, and
-        `PromptFormatError` for an offset that was not trained in format `chat`.
+        `strength` scales the offset. Raises `UnknownDomainError`, `BaseModelMismatchError`,
+        `PromptFormatError` for an offset that was not trained in format `chat`, and `InvalidRequestError`
+        for messages, a domain or a strength that are none.
         """
         prompt = chat_prompt(self.backend.tokenizer, messages)
         return self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
@@ -148,17 +152,21 @@ class OffsetRuntime:
         sampling: SamplingParams | None = None,
         timeout_s: float | None = None,
     ) -> Request:
-        """Continue plain text. An offset trained in format `bos` gets the start token first.
+        """Continue plain text.
 
-        Raises `UnknownDomainError`, `BaseModelMismatchError`, and `PromptFormatError` for an offset that
-        was trained in format `chat`.
+        The start token comes first, where the text does not begin with it, for an offset trained in
+        format `bos`, and without an offset for models that read plain text so. With format `raw` none does.
+
+        Raises `UnknownDomainError`, `BaseModelMismatchError`, `PromptFormatError` for an offset that was
+        trained in format `chat`, and `InvalidRequestError` for a text, a domain or a strength that is none.
         """
+        check_text(text)
         offset = self.offset(domain)
         tokenizer = self.backend.tokenizer
-        prompt = tokenizer.encode(text)
-        starts = offset.prompt_format == "bos" if offset else tokenizer.bos_token_id is not None and not prompt
-        if starts and tokenizer.bos_token_id is not None:
-            prompt = [tokenizer.bos_token_id, *prompt]
+        prompt, start = tokenizer.encode(text), tokenizer.bos_token_id
+        wanted = tokenizer.adds_bos if offset is None else offset.prompt_format == "bos"
+        if wanted and start is not None and prompt[:1] != [start]:
+            prompt = [start, *prompt]
         return self._request(prompt, offset, strength, ("raw", "bos"), sampling, timeout_s)
 
     def run(self, request: Request) -> Completion:
@@ -184,8 +192,9 @@ class OffsetRuntime:
         prompt formats are not comparable.
 
         Raises `UnknownDomainError`, `BaseModelMismatchError`, `InvalidRequestError` for a text that is
-        too short, and `ContextOverflowError` for one that is too long.
+        too short or no valid Unicode, and `ContextOverflowError` for one that is too long.
         """
+        check_text(text)
         streams = []
         for domain in domains:
             offset = self.offset(domain)
@@ -225,6 +234,7 @@ class OffsetRuntime:
         sampling: SamplingParams | None,
         timeout_s: float | None,
     ) -> Request:
+        _check_strength(strength)
         offset = self.offset(domain)
         if offset is not None and offset.prompt_format not in formats:
             raise PromptFormatError(
@@ -241,3 +251,18 @@ class OffsetRuntime:
         if key not in self._checked:
             self.backend.identity.check(offset.base, domain=offset.domain)
             self._checked.add(key)
+
+
+def _check_strength(strength: object) -> None:
+    if not isinstance(strength, Real):
+        raise InvalidRequestError(
+            f"strength {strength!r} is of type {type(strength).__name__}; expected a number, such as 1.0"
+        )
+
+
+def _check_name(domain: object) -> None:
+    if not isinstance(domain, str):
+        raise InvalidRequestError(
+            f"domain {domain!r} is of type {type(domain).__name__}; expected the name of a domain, "
+            "a DomainOffset, or None for the plain base"
+        )

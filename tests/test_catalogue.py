@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +42,8 @@ def store(tmp_path: Path, make_offset: MakeOffset) -> OffsetStore:
     return store
 
 
-def shown(renderable: RenderableType) -> str:
-    console = Console(width=160)
+def shown(renderable: RenderableType, width: int = 160) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(renderable)
     return capture.get()
@@ -103,6 +104,20 @@ def test_details_hold_every_field(store: OffsetStore) -> None:
     table = shown(details_table(found))
     for text in ("training.steps", "metrics.retention.kl", "0.031", "base.tokenizer_digest", "row_norms"):
         assert text in table
+
+
+@pytest.mark.parametrize("width", [80, 55])
+def test_details_never_cut_a_key(width: int) -> None:
+    figures = {"reply_perplexity_without": 8.25, "reply_perplexity_with": 9.5}
+    table = shown(details_table({"path": "/x[y]" * 30, "metrics": {"retention": figures}}), width)
+    for key, value in figures.items():
+        assert re.search(rf"metrics\.retention\.{key} +{value}\b", table)
+
+
+def test_details_fold_keys_where_the_terminal_is_narrower() -> None:
+    table = shown(details_table({"reply_perplexity_without": 8.25, "reply_perplexity_with": 9.5}), 20)
+    assert "…" not in table
+    assert re.sub(r"[\s\d.]", "", table) == "reply_perplexity_withoutreply_perplexity_with"
 
 
 def test_files_are_checked_against_a_base_model(store: OffsetStore, make_offset: MakeOffset) -> None:

@@ -371,6 +371,27 @@ def test_scoring_the_first_token_is_refused(engine: Engine) -> None:
         Stream(engine, scoring(b"text", 0))
 
 
+def test_scoring_beyond_the_prompt_is_refused_and_not_empty(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match=r"score_from=100 .* prompt of 3 tokens; expected at most 2"):
+        Stream(engine, scoring([1, 2, 3], 100))
+    with pytest.raises(InvalidRequestError, match=r"score_from=3 leaves nothing to score"):
+        Stream(engine, scoring([1, 2, 3], 3))
+    assert len(Stream(engine, scoring([1, 2, 3], 2)).result().prompt_logprobs) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1.0, "5"])
+def test_a_time_limit_that_cannot_be_kept_is_refused(engine: Engine, timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"timeout_s=.* expected seconds greater than 0"):
+        Stream(engine, request(timeout_s=timeout_s))
+
+
+@pytest.mark.parametrize("token", [1.5, "a", None])
+def test_prompt_ids_that_are_no_integers_are_refused(engine: Engine, token: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompt_ids hold .* expected integers"):
+        Stream(engine, Request((1, token)))
+    assert Stream(engine, Request(tuple(np.array([1, 2])), sampling=SamplingParams(max_tokens=1))).result().token_ids
+
+
 def test_a_token_outside_the_vocabulary_fails_its_request_alone(engine: Engine, backend: ControlledBackend) -> None:
     backend.hold()
     good, bad = Stream(engine, request("good")), Stream(engine, Request((1, 9999)))
@@ -647,7 +668,7 @@ def test_the_queue_count_survives_every_way_to_end(backend: ControlledBackend) -
             backend.hold()
             running = Stream(engine, request("runs"))
             backend.wait_until_held()
-            cancelled, late, last = (Stream(engine, request("waits", timeout_s=limit)) for limit in (None, 0.0, None))
+            cancelled, late, last = (Stream(engine, request("waits", timeout_s=limit)) for limit in (None, 1e-9, None))
             cancelled.cancel()
             backend.allocate_fails = not allocates
             backend.gate.set()

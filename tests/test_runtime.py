@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -31,6 +32,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 class StartingTokenizer(FakeTokenizer):
     bos_token_id: int | None = 256
+    adds_bos = True
 
 
 def foreign(identity: BaseIdentity) -> BaseIdentity:
@@ -158,7 +160,7 @@ def test_an_offset_is_used_in_the_format_it_was_trained_in(
             fake_runtime.chat_request(HELLO, domain=offset)
 
 
-def test_text_gets_a_start_token_only_from_an_offset_trained_with_one(make_offset: MakeOffset) -> None:
+def test_text_begins_with_the_start_token_but_for_an_offset_trained_without_one(make_offset: MakeOffset) -> None:
     backend = FakeBackend()
     backend.tokenizer = StartingTokenizer()
     with OffsetRuntime(backend) as runtime:
@@ -166,6 +168,39 @@ def test_text_gets_a_start_token_only_from_an_offset_trained_with_one(make_offse
         assert runtime.text_request("hi", domain=raw).prompt_ids == (104, 105)
         assert runtime.text_request("hi", domain=bos).prompt_ids == (256, 104, 105)
         assert runtime.text_request("").prompt_ids == (256,)
+        assert runtime.text_request("hi").prompt_ids == (256, 104, 105)
+        assert runtime.text_request("<|im_start|>hi").prompt_ids == (256, 104, 105)
+
+
+LONE = "a text with half a character: x\ud800"
+
+
+def test_text_that_is_no_valid_unicode_is_refused_before_the_tokenizer(fake_runtime: OffsetRuntime) -> None:
+    for ask in (
+        lambda: fake_runtime.chat_request([{"role": "user", "content": LONE}]),
+        lambda: fake_runtime.text_request(LONE),
+        lambda: fake_runtime.score(LONE, [None]),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"no valid Unicode .*'\\ud800' at position .* give the text in"):
+            ask()
+
+
+@pytest.mark.parametrize("messages", ["hello", b"hello", 5, None, {"role": "user", "content": "hello"}, ["hello"]])
+def test_what_is_no_list_of_messages_is_refused(fake_runtime: OffsetRuntime, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="expected a list of messages with role and content"):
+        fake_runtime.chat_request(messages)
+
+
+def test_a_domain_a_strength_and_a_text_of_another_type_are_refused(fake_runtime: OffsetRuntime) -> None:
+    wrong: Any = "2"
+    for strength in (wrong, None):
+        with pytest.raises(InvalidRequestError, match=r"strength .* expected a number"):
+            fake_runtime.chat_request(HELLO, strength=strength)
+    for domain in (5, ["legal"]):
+        with pytest.raises(InvalidRequestError, match=r"domain .* expected the name of a domain"):
+            fake_runtime.text_request("hello", domain=cast(Any, domain))
+    with pytest.raises(InvalidRequestError, match=r"the text is 5 of type int; expected a string"):
+        fake_runtime.text_request(cast(Any, 5))
 
 
 def test_an_empty_text_without_a_start_token_is_refused(fake_runtime: OffsetRuntime) -> None:

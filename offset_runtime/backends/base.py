@@ -59,6 +59,10 @@ class Tokenizer(Protocol):
         """The start token, or None for models without one."""
 
     @property
+    def adds_bos(self) -> bool:
+        """Whether the model reads plain text behind its start token (some have one, but not for this)."""
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
 

@@ -28,6 +28,7 @@ class FakeTokenizer:
     """One token a UTF-8 byte, and ChatML's two markers."""
 
     bos_token_id: int | None = None
+    adds_bos = False
     eos_token_ids = frozenset({_BYTES + 1})
     has_chat_template = True
 

@@ -47,6 +47,11 @@ class TorchTokenizer:
         return found
 
     @property
+    def adds_bos(self) -> bool:
+        start = self.bos_token_id
+        return start is not None and list(self._tokenizer.encode("a"))[:1] == [start]
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         return self._eos
 

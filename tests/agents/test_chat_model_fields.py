@@ -29,6 +29,27 @@ def test_constructing_loads_no_model_and_reads_no_file(loads: list[str], monkeyp
 
 
 @pytest.mark.parametrize("kind", [ChatOffset, OffsetLLM])
+def test_an_empty_model_name_is_refused_and_is_no_folder(kind: Any) -> None:
+    for name in ("", "  "):
+        with pytest.raises(InvalidRequestError, match="is empty; expected a base model"):
+            kind(model=name)
+    with pytest.raises(InvalidRequestError, match="is empty"):
+        kind(model="fake").configured({"model": ""})
+
+
+def test_a_path_with_a_hash_is_split_at_the_domain_only(tmp_path: Path) -> None:
+    path = tmp_path / "c#" / "m.gguf"
+    path.parent.mkdir()
+    path.touch()
+
+    plain, law = ChatOffset(model=str(path)), ChatOffset(model=f"{path}#law")
+
+    assert (plain.model, plain.domain) == (str(path), None)
+    assert (law.model, law.domain) == (str(path), "law")
+    assert law.for_domain("news").address == f"{path}#news"
+
+
+@pytest.mark.parametrize("kind", [ChatOffset, OffsetLLM])
 def test_a_misspelled_field_is_refused_with_the_nearest_name(kind: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"{kind.__name__} has no field 'domian'; did you mean 'domain'"):
         kind(model="fake", domian="law")
