@@ -14,7 +14,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 
 from offset_runtime.chat import check_text
 from offset_runtime.errors import InvalidRequestError
-from offset_runtime.graphs.builder import agent_offsets, build_graph
+from offset_runtime.graphs.builder import WorkflowGraph, agent_offsets, build_graph
 from offset_runtime.graphs.check import find_model_problems, find_problems
 from offset_runtime.graphs.checkpoints import sqlite_checkpoints
 from offset_runtime.graphs.findings import raise_findings
@@ -68,6 +68,8 @@ def run(
         runtime = _load(loaded)
         graph = build_graph(loaded, checkpointer=saver, runtime=runtime)
         offsets = agent_offsets(loaded, runtime)
+        if saver is not None and not resume:
+            _say_if_continued(graph, config)
         try:
             # Closed before the checkpoint is read: until then agents go on.
             with contextlib.closing(run_workflow(graph, text, config=config)) as events:
@@ -113,6 +115,17 @@ def draw(workflow: WorkflowPath, target: Output = None) -> None:
     else:
         save_drawing(loaded, target)
         typer.echo(f"wrote {target}")
+
+
+def _say_if_continued(graph: WorkflowGraph, config: RunnableConfig) -> None:
+    """Agents read what the thread already holds, which a user who only wanted a checkpoint may not expect."""
+    held = graph.get_state(config).values.get("messages", [])
+    if held:
+        thread = config["configurable"]["thread_id"]
+        messages().print(
+            f"continuing thread {thread!r}, which holds {len(held)} messages; another --thread starts afresh",
+            soft_wrap=True,
+        )
 
 
 def _check_input(text: str | None, checkpoint: Path | None, resume: bool) -> None:

@@ -30,7 +30,7 @@ _PLAIN_WIDTH = 96
 _LIVE_HZ = 12
 _LEGEND = (
     "perplexity: change on held-out text of the domain under the agent's offset (its gain). "
-    "KL: how far replies to generic instructions move from the base's (retention)."
+    "KL: how far replies to generic instructions move from the base's, in nats (retention)."
 )
 # What a model writes must not steer the terminal; line feeds and tabs may stay.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
@@ -74,9 +74,7 @@ def turns_table(turns: Sequence[AgentFinished], offsets: Mapping[str, DomainOffs
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     for heading in ("agent", "domain"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("prompt\ntokens", "output\ntokens", "prefill\ns", "decode\ns", "tokens\n/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("perplex-\nity", "KL,\nnats"):
+    for heading in ("prompt\ntokens", "output\ntokens", "prefill\ns", "decode\ns", "tokens/s", "perplexity", "KL"):
         table.add_column(heading, justify="right", no_wrap=True)
     styles = _Styles()
     for turn in turns:

@@ -17,6 +17,7 @@ from offset_runtime.store import OffsetStore
 from offset_runtime.terminal import (
     EXIT_USER_ERROR,
     CommandGroup,
+    messages,
     output,
     print_error,
     print_json,
@@ -304,11 +305,14 @@ def _train(
 
     if not isinstance(base, TorchBackend):
         raise InvalidRequestError(f"training needs the torch backend; this model runs on {base.name!r}")
-    with progress_bar("reading the documents once without gradient") as bar:
+    with progress_bar("preparing the documents and the base's own replies") as bar:
 
         def update(at: TrainingProgress) -> None:
             look = "" if at.gain_percent is None else f", gain {at.gain_percent:.1f} %, KL {at.kl:.3f}"
             bar(f"loss {at.loss:.3f}{look}", at.step, at.steps)
+            if not messages().is_terminal and at.step % settings.validate_every == 0:
+                # A log file gets a line for each look, since a bar cannot be drawn in it.
+                messages().print(f"step {at.step} of {at.steps}: loss {at.loss:.3f}{look}", soft_wrap=True)
 
         return train(base, documents, domain, settings, validation=held_back, progress=update)
 

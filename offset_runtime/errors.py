@@ -109,5 +109,6 @@ class QueueFullError(RetryableError):
 
 def nearest_hint(name: str, valid: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the valid name nearest to `name`, or an empty string."""
-    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    spelled = {choice.casefold(): choice for choice in valid}
+    match = difflib.get_close_matches(name.casefold(), list(spelled), n=1, cutoff=0.5)
+    return f"; did you mean {spelled[match[0]]!r}?" if match else ""

@@ -205,6 +205,7 @@ class _Trainer:
         """After an interrupt: keep the best look, or δ as it is where there was none yet."""
         if self.best is None:
             if self.step < 2:
+                _log.warning("interrupted before the first step was done: nothing was learned, so nothing is kept")
                 raise KeyboardInterrupt
             self.best = _Look(self.step, self._delta.detach().clone(), math.nan, math.nan)
         _log.warning("interrupted at step %d; the offset of step %d is kept", self.step, self.best.step)

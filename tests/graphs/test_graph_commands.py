@@ -209,3 +209,17 @@ def test_max_tokens_that_fill_the_context_stop_run_before_any_agent_speaks(
         assert result.exit_code == 2
         assert f"{path}, line 6: max_tokens of agent 'editor' is 4096" in result.stderr
         assert "writer" not in result.stdout
+
+
+def test_a_second_input_in_one_thread_is_said_to_continue_it(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    workflow, file = write_workflow(GOOD), tmp_path / "state.db"
+
+    first = invoke("run", workflow, "hello", "--checkpoint", file)
+    second = invoke("run", workflow, "again", "--checkpoint", file)
+    other = invoke("run", workflow, "again", "--checkpoint", file, "--thread", "new")
+
+    assert [result.exit_code for result in (first, second, other)] == [0, 0, 0]
+    assert "continuing thread 'default', which holds 3 messages" in second.stderr
+    assert "continuing" not in first.stderr + other.stderr
