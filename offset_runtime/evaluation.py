@@ -70,12 +70,11 @@ class PositionCurve:
 class DomainEvaluation:
     """A domain's own offset on its own documents.
 
-    `documents` and `tokens` that were measured; `left_out` counts documents by reason. `retention` is
-    None only where it was not asked for.
+    `documents` and `tokens` that were measured; `left_out` counts documents by reason.
     """
 
     gain: Gain
-    retention: Retention | None
+    retention: Retention
     by_position: PositionCurve
     documents: int
     tokens: int
@@ -87,7 +86,7 @@ class DomainEvaluation:
             "perplexity_with": self.gain.perplexity_with,
             "gain_percent": self.gain.percent,
             "gain_interval": self.gain.interval and list(self.gain.interval),
-            "retention": self.retention and self.retention.as_json(),
+            "retention": self.retention.as_json(),
             "documents": self.documents,
             "tokens": self.tokens,
             "left_out": dict(self.left_out),
@@ -133,7 +132,6 @@ def evaluate(
     documents: Mapping[str, Documents],
     *,
     max_tokens: int = 64,
-    retention: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Measure `offsets` on held-out `documents`, both by domain.
@@ -147,15 +145,13 @@ def evaluate(
     """
     _check(backend, offsets, documents, max_tokens)
     plans = {name: _plan(backend, name, offsets, found, max_tokens) for name, found in documents.items()}
-    replies = len(instructions("test")) if retention else 0
+    replies = len(instructions("test"))
     total = sum(plan.readings for plan in plans.values()) + replies * (2 + len(plans))
     tracker = _Tracker(total, progress)
     measured = {name: _measure(backend, plan, offsets, tracker) for name, plan in plans.items()}
-    kept: Mapping[str, Retention] = {}
-    if retention:
-        kept = _retentions(backend, {name: offsets[name] for name in documents}, tracker)
+    kept = _retentions(backend, {name: offsets[name] for name in documents}, tracker)
     return Evaluation(
-        domains={name: plans[name].domain(measured[name], kept.get(name)) for name in plans},
+        domains={name: plans[name].domain(measured[name], kept[name]) for name in plans},
         matrix={name: {column: measured[name].gains.get(column) for column in offsets} for name in plans},
     )
 
@@ -186,7 +182,7 @@ class _Plan:
     def readings(self) -> int:
         return sum(len(group.examples) * (1 + len(group.columns)) for group in self.groups)
 
-    def domain(self, measured: _Measured, retention: Retention | None) -> DomainEvaluation:
+    def domain(self, measured: _Measured, retention: Retention) -> DomainEvaluation:
         examples = self.groups[0].examples
         return DomainEvaluation(
             gain=measured.gains[self.name],

@@ -77,8 +77,6 @@ def _domain_cells(domain: DomainEvaluation) -> list[str | Text]:
     gain, retention = domain.gain, domain.retention
     perplexities = f"{gain.perplexity_without:.2f} → {gain.perplexity_with:.2f}"
     cells: list[str | Text] = [perplexities, _gain_text(gain), _interval_text(gain.interval)]
-    if retention is None:
-        return [*cells, "–", "–"]
     kl = Text(f"{retention.kl:.3f}", style="green" if retention.kl <= KL_BUDGET else "red")
     return [*cells, kl, f"{retention.reply_perplexity_without:.2f} → {retention.reply_perplexity_with:.2f}"]
 
@@ -122,7 +120,7 @@ def plot(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
     """Draw an evaluation and write it as PNG or SVG, by the suffix of `path`.
 
     Left: cross-entropy by position, one panel a domain. Right: the matrix of gains, and gain against
-    retention where it was measured. Raises `InvalidRequestError` for another suffix or a path that
+    retention. Raises `InvalidRequestError` for another suffix or a path that
     cannot be written.
     """
     import matplotlib
@@ -186,10 +184,7 @@ def draw(evaluation: Evaluation) -> Figure:
 
 
 def _draw_right(figure: Figure, where: SubplotSpec, evaluation: Evaluation, colours: Mapping[str, str]) -> None:
-    points = [(n, d.retention.kl, d.gain) for n, d in evaluation.domains.items() if d.retention]
-    if not points:
-        _draw_matrix(figure.add_subplot(where), evaluation)
-        return
+    points = [(n, d.retention.kl, d.gain) for n, d in evaluation.domains.items()]
     # A row of the matrix is about as high as one line of the curves' panels, within limits.
     share = min(1.5, 0.2 + 0.22 * len(evaluation.matrix))
     halves = where.subgridspec(2, 1, height_ratios=[share, 1])

@@ -94,7 +94,7 @@ def test_every_cell_of_the_matrix_is_the_gain_of_that_offset_in_its_own_format(
     backend: FakeBackend, offsets: dict[str, DomainOffset]
 ) -> None:
     documents = {"legal": LEGAL, "code": CODE}
-    found = evaluate(backend, offsets, documents, max_tokens=24, retention=False)
+    found = evaluate(backend, offsets, documents, max_tokens=24)
     for row, texts in documents.items():
         assert list(found.matrix[row]) == ["legal", "code", "spare"]
         for column, offset in offsets.items():
@@ -111,7 +111,7 @@ def test_every_cell_of_the_matrix_is_the_gain_of_that_offset_in_its_own_format(
 def test_a_domains_own_figures_are_those_of_the_diagonal(
     backend: FakeBackend, offsets: dict[str, DomainOffset]
 ) -> None:
-    found = evaluate(backend, offsets, {"legal": LEGAL, "code": CODE}, max_tokens=24, retention=False)
+    found = evaluate(backend, offsets, {"legal": LEGAL, "code": CODE}, max_tokens=24)
     assert list(found.domains) == ["legal", "code"]
     for name, domain in found.domains.items():
         assert domain.gain == found.matrix[name][name]
@@ -121,7 +121,7 @@ def test_a_domains_own_figures_are_those_of_the_diagonal(
 def test_cross_entropy_by_position_is_the_mean_over_the_replies_that_reach_it(
     backend: FakeBackend, offsets: dict[str, DomainOffset]
 ) -> None:
-    found = evaluate(backend, offsets, {"legal": LEGAL, "code": CODE}, max_tokens=60, retention=False)
+    found = evaluate(backend, offsets, {"legal": LEGAL, "code": CODE}, max_tokens=60)
     chat, raw = found.domains["legal"].by_position, found.domains["code"].by_position
     assert chat.positions == tuple(range(60))
     # In raw format nothing precedes the first token, so it is not predicted.
@@ -143,7 +143,6 @@ def test_an_offset_of_strength_zero_gains_exactly_nothing_and_keeps_everything(
     for domain in found.domains.values():
         assert domain.gain.interval == (0.0, 0.0)
         assert domain.by_position.without == domain.by_position.with_offset
-        assert domain.retention is not None
         assert domain.retention.kl == 0.0
 
 
@@ -167,17 +166,12 @@ def test_json_has_the_documented_shape_and_is_json(backend: FakeBackend, offsets
     assert list(found["by_position"]["legal"]) == ["positions", "without", "with", "documents"]
 
 
-def test_json_without_retention_says_null(backend: FakeBackend, offsets: dict[str, DomainOffset]) -> None:
-    found = evaluate(backend, offsets, {"legal": LEGAL}, max_tokens=24, retention=False).as_json()
-    assert found["domains"]["legal"]["retention"] is None
-
-
 def test_too_short_documents_are_counted_and_said(
     backend: FakeBackend, offsets: dict[str, DomainOffset], caplog: pytest.LogCaptureFixture
 ) -> None:
     documents = Documents([*LEGAL.items, Document("Hm."), Document("No.")], Counter({"duplicated": 1}))
     with caplog.at_level(logging.WARNING, logger="offset_runtime"):
-        found = evaluate(backend, offsets, {"legal": documents}, max_tokens=24, retention=False)
+        found = evaluate(backend, offsets, {"legal": documents}, max_tokens=24)
     assert found.domains["legal"].documents == 4
     assert found.domains["legal"].left_out == {"duplicated": 1, "too short": 2}
     assert "domain 'legal': left out 2 too short of 6 documents" in caplog.text
@@ -188,7 +182,7 @@ def test_documents_beyond_the_context_are_left_out_and_counted(make_offset: Make
     long = Document("joined", (("user", "x" * 200), ("assistant", "far too long")))
     documents = Documents([*CHATS.items, long])
     offset = make_offset(backend.identity, "legal")
-    found = evaluate(backend, {"legal": offset}, {"legal": documents}, max_tokens=24, retention=False)
+    found = evaluate(backend, {"legal": offset}, {"legal": documents}, max_tokens=24)
     assert found.domains["legal"].documents == 2
     assert found.domains["legal"].left_out == {"too long": 1}
 
@@ -196,7 +190,7 @@ def test_documents_beyond_the_context_are_left_out_and_counted(make_offset: Make
 def test_conversations_are_measured_turn_by_turn_and_count_as_one_document(
     backend: FakeBackend, offsets: dict[str, DomainOffset]
 ) -> None:
-    found = evaluate(backend, offsets, {"legal": CHATS}, max_tokens=24, retention=False)
+    found = evaluate(backend, offsets, {"legal": CHATS}, max_tokens=24)
     assert found.domains["legal"].documents == 2
     assert found.domains["legal"].by_position.documents[0] == 3
     # Conversations cannot be laid out in raw format, so that offset has no figure here.
@@ -264,7 +258,7 @@ def test_measuring_on_the_training_documents_is_said(
     trained = make_offset(backend.identity, "legal")
     trained = DomainOffset("legal", trained.tensor, "turn", "chat", trained.base, documents_digest=LEGAL.digest())
     with caplog.at_level(logging.WARNING, logger="offset_runtime"):
-        evaluate(backend, {"legal": trained}, {"legal": LEGAL}, max_tokens=24, retention=False)
+        evaluate(backend, {"legal": trained}, {"legal": LEGAL}, max_tokens=24)
     assert "these are the documents it was trained on" in caplog.text
 
 
@@ -297,7 +291,7 @@ def test_the_interval_is_paired() -> None:
 
 def test_one_document_has_no_interval(backend: FakeBackend, offsets: dict[str, DomainOffset]) -> None:
     documents = Documents(LEGAL.items[:1])
-    found = evaluate(backend, offsets, {"legal": documents}, max_tokens=24, retention=False)
+    found = evaluate(backend, offsets, {"legal": documents}, max_tokens=24)
     assert found.domains["legal"].gain.interval is None
     assert found.as_json()["domains"]["legal"]["gain_interval"] is None
 
@@ -324,7 +318,6 @@ def test_on_the_real_model_a_zero_offset_changes_nothing_and_a_random_one_does(
     zero = found.domains["zero"]
     assert zero.documents == 8
     assert zero.gain.percent == 0.0
-    assert zero.retention is not None
     assert zero.retention.kl == 0.0
     assert 1.5 < zero.gain.perplexity_without < 40
     assert 1.0 < zero.retention.reply_perplexity_without < 5

@@ -21,12 +21,12 @@ def gain(percent: float, width: float = 2.0) -> Gain:
     return Gain(40.0, 40.0 * (1 - percent / 100), (percent - width, percent + width))
 
 
-def domain(percent: float, *, kl: float | None = 0.02, tokens: int = 64, first: int = 0) -> DomainEvaluation:
+def domain(percent: float, *, kl: float = 0.02, tokens: int = 64, first: int = 0) -> DomainEvaluation:
     positions = tuple(range(first, tokens))
     without = tuple(3.0 + 2.0 * np.exp(-position / 4) for position in positions)
     return DomainEvaluation(
         gain=gain(percent),
-        retention=None if kl is None else Retention(kl, 2.04, 2.11),
+        retention=Retention(kl, 2.04, 2.11),
         by_position=PositionCurve(positions, without, tuple(0.9 * loss for loss in without), (20,) * len(positions)),
         documents=20,
         tokens=20 * tokens,
@@ -34,7 +34,7 @@ def domain(percent: float, *, kl: float | None = 0.02, tokens: int = 64, first: 
     )
 
 
-def evaluation(*names: str, spare: str | None = None, kl: float | None = 0.02) -> Evaluation:
+def evaluation(*names: str, spare: str | None = None, kl: float = 0.02) -> Evaluation:
     columns = [*names, spare] if spare else list(names)
     matrix = {row: {column: gain(15.0 if row == column else -4.0) for column in columns} for row in names}
     return Evaluation({name: domain(15.0, kl=kl) for name in names}, matrix)
@@ -65,8 +65,7 @@ def test_the_domain_table_fits_80_columns() -> None:
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
-    found = Evaluation({"legal": domain(15.0, kl=None)}, {"legal": {"legal": Gain(40.0, 34.0, None), "code": None}})
-    assert text(domain_table(found)).count("–") == 2
+    found = Evaluation({"legal": domain(15.0)}, {"legal": {"legal": Gain(40.0, 34.0, None), "code": None}})
     assert "–" in text(matrix_table(found))
 
 
@@ -129,10 +128,6 @@ def test_the_figure_has_a_panel_a_domain_the_matrix_and_the_tradeoff(count: int)
     assert "+15.0" in shown
     assert "−4.0" in shown
     assert any("budget 0.05" in label.get_text() for label in figure.axes[-1].texts)
-
-
-def test_the_figure_without_retention_leaves_the_tradeoff_out() -> None:
-    assert len(draw(evaluation("legal", "code", kl=None)).axes) == 3
 
 
 def test_the_figure_marks_cells_that_cannot_be_measured() -> None:
