@@ -376,8 +376,7 @@ def _shuffled_batches(items: list[Prepared], size: int, chooser: random.Random) 
 
 
 def _set_rate(adam: torch.optim.Adam, settings: TrainingSettings, step: int) -> None:
-    # Without a retention term nothing pulls δ back, and rows that still grow keep gaining to the end: on
-    # raw text with K = 1 the decay cost half the gain.
+    # Without a retention term this is the paper's recipe, whose rate is constant.
     if settings.retention_weight == 0:
         return
     cosine = 0.5 * (1 + math.cos(math.pi * (step - 1) / settings.steps))
