@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, Validation
 
 from offset_runtime.agents.reply import Provenance
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
+from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.chat import check_text
 from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import InvalidRequestError, OffsetError, UnknownDomainError, nearest_hint
@@ -34,13 +35,13 @@ _CALL_FIELDS = frozenset(
 class Connection(BaseLanguageModel[Any]):
     """Fields of a model on the shared base, and how a call is resolved from them.
 
-    The constructor loads nothing. All instances with the same `model`, `backend`, `dtype` and `device`
-    share one loaded base in the process. An offset file is read at its first use and kept; a domain
+    The constructor loads nothing. All instances with the same `model`, `backend`, `dtype`, `device` and
+    `llama_cpp` share one loaded base in the process. An offset file is read at its first use and kept; a domain
     trained anew is picked up by a new instance. A value out of its range raises pydantic's
     `ValidationError` here, and `InvalidRequestError` where it is an argument of a call.
 
     `model`: the base model, or ``base#domain``, split at the last ``#`` where the whole is no path that
-    exists. `domain`: the domain; None is the plain base.
+    exists. `backend`, `dtype`, `device`, `llama_cpp`: as in `ModelSpec`. `domain`: the domain; None is the plain base.
     `strength` scales its offset. `domains`: offset files by domain, under the names given here; other
     domains are looked up in the directory `store` (and before that in `runtime`, where one is given).
     `temperature` to `seed`: as in `SamplingParams`; None is its default, which is greedy. `stop`: texts
@@ -50,7 +51,8 @@ class Connection(BaseLanguageModel[Any]):
     already loaded base to use for `model`.
 
     Per call, as keyword arguments of `invoke`, `stream` and so on, all of these but `backend`, `dtype`,
-    `device`, `domains`, `store` and `runtime` may be given; the call's `stop` adds to the model's own.
+    `device`, `llama_cpp`, `domains`, `store` and `runtime` may be given; the call's `stop` adds to the
+    model's own.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -59,6 +61,7 @@ class Connection(BaseLanguageModel[Any]):
     backend: BackendName = "auto"
     dtype: str | None = None
     device: str | None = None
+    llama_cpp: LlamaCppOptions = LlamaCppOptions()
     domain: str | None = None
     strength: float = Field(default=1.0, allow_inf_nan=False)
     domains: dict[str, Path] = Field(default_factory=dict)
@@ -90,6 +93,18 @@ class Connection(BaseLanguageModel[Any]):
                     f"{cls.__name__} has no field {name!r}{nearest_hint(str(name), cls.model_fields)}"
                 )
         return _with_address_split(values)
+
+    @field_validator("llama_cpp", mode="before")
+    @classmethod
+    def _check_llama_cpp(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        known = LlamaCppOptions.model_fields
+        for name in value:
+            if name not in known:
+                hint = nearest_hint(str(name), known) or f"; expected one of {', '.join(known)}"
+                raise InvalidRequestError(f"llama_cpp of {cls.__name__} has no option {name!r}{hint}")
+        return dict(value)
 
     @field_validator(*SAMPLING_FIELDS, "stop", "top_logprobs")
     @classmethod
@@ -148,7 +163,13 @@ class Connection(BaseLanguageModel[Any]):
         """
         if self.runtime is not None:
             return self.runtime
-        spec = ModelSpec(base=self.model, backend=self.backend, dtype=self.dtype, device=self.device)
+        spec = ModelSpec(
+            base=self.model,
+            backend=self.backend,
+            dtype=self.dtype,
+            device=self.device,
+            llama_cpp=self.llama_cpp,
+        )
         return shared_runtimes.get(spec)
 
     def offset(self) -> DomainOffset | None:
@@ -208,6 +229,7 @@ class Connection(BaseLanguageModel[Any]):
             "backend": self.backend,
             "dtype": self.dtype,
             "device": self.device,
+            "llama_cpp": self.llama_cpp.model_dump(exclude_defaults=True),
             "base_digest": None if self.runtime is None else _base_digest(self.runtime),
             "domain": self.domain,
             "offset_digest": digest,

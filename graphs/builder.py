@@ -80,12 +80,13 @@ def chat_model(workflow: Workflow, agent: Agent, runtime: OffsetRuntime | None =
         settings["timeout"] = agent.timeout_s
     if workflow.store is not None:
         settings["store"] = workflow.store
-    model = workflow.model
+    spec = workflow.model.spec()
     return ChatOffset(
-        model=model.base,
-        backend=model.backend,
-        dtype=model.dtype,
-        device=model.device,
+        model=spec.base,
+        backend=spec.backend,
+        dtype=spec.dtype,
+        device=spec.device,
+        llama_cpp=spec.llama_cpp,
         domain=agent.domain,
         strength=agent.strength,
         domains=dict(workflow.domains),

@@ -22,6 +22,7 @@ from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.schema import Workflow
 from offset_runtime.graphs.terminal import memory_line, show_events
+from offset_runtime.models import chosen_backend
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.shared import shared_runtimes
 from offset_runtime.terminal import messages, output, quiet_libraries, spinner
@@ -158,7 +159,7 @@ def _load(workflow: Workflow) -> OffsetRuntime:
     """Load the base model, and check every offset on it before the first agent speaks."""
     spec = workflow.model.spec()
     with spinner(f"loading {spec.base}"):
-        if "fake" not in (spec.base, spec.backend):
+        if chosen_backend(spec) == "torch":
             quiet_libraries()
         runtime = shared_runtimes.get(spec)
     raise_findings(find_model_problems(workflow, runtime))

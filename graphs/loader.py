@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from offset_runtime.errors import WorkflowError, nearest_hint
 from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import Finding, raise_findings
-from offset_runtime.graphs.schema import Agent, BaseModelSection, Edge, Location, Origin, Workflow
+from offset_runtime.graphs.schema import Agent, BaseModelSection, Edge, LlamaCppSection, Location, Origin, Workflow
 
 # A workflow is written by hand; a file beyond this is something else.
 MAX_FILE_BYTES = 1 << 20
@@ -29,6 +29,7 @@ _EXPECTED = {
     "string_type": "text",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "bool_type": "true or false",
     "float_type": "a number",
     "finite_number": "a finite number",
     "dict_type": "a mapping (key: value)",
@@ -190,8 +191,9 @@ def _keys(parent: Location) -> list[str]:
         "agents": Agent,
         "edges": Edge,
     }
+    section = LlamaCppSection if parent == ("model", "llama_cpp") else sections[parent[0] if parent else None]
     keys = []
-    for name, info in sections[parent[0] if parent else None].model_fields.items():
+    for name, info in section.model_fields.items():
         alias = info.validation_alias
         keys.extend([str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name])
     return keys

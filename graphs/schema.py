@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
+from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.models import BackendName, ModelSpec
 
 START = "START"
@@ -85,6 +86,12 @@ class Origin:
         return 0
 
 
+class LlamaCppSection(LlamaCppOptions):
+    """How llama.cpp runs the base model; the fields are those of `LlamaCppOptions`."""
+
+    model_config = ConfigDict(strict=True)
+
+
 class BaseModelSection(_Section):
     """The base model all agents share; the fields are those of `ModelSpec`."""
 
@@ -92,6 +99,7 @@ class BaseModelSection(_Section):
     backend: BackendName = "auto"
     dtype: str | None = None
     device: str | None = None
+    llama_cpp: LlamaCppSection = LlamaCppSection()
 
     def spec(self) -> ModelSpec:
         return ModelSpec(**self.model_dump())

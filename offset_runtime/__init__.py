@@ -3,6 +3,7 @@
 Importing this package loads neither torch nor LangChain; they load when a model or an agent is made.
 """
 
+from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import OffsetError
 from offset_runtime.models import ModelSpec
@@ -17,6 +18,7 @@ __all__ = [
     "Delta",
     "DomainOffset",
     "EngineSettings",
+    "LlamaCppOptions",
     "ModelSpec",
     "OffsetError",
     "OffsetRuntime",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 import offset_runtime
 from offset_runtime.errors import DocumentError, InvalidRequestError, OffsetFileError, nearest_hint
-from offset_runtime.models import BackendName, ModelSpec
+from offset_runtime.model_options import (
+    BackendOption,
+    DeviceOption,
+    LlamaCppOption,
+    ModelOption,
+    loaded,
+    model_spec,
+    training_spec,
+)
 from offset_runtime.store import OffsetStore
 from offset_runtime.terminal import (
     EXIT_USER_ERROR,
@@ -22,8 +29,6 @@ from offset_runtime.terminal import (
     print_error,
     print_json,
     progress_bar,
-    quiet_libraries,
-    spinner,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ class _Commands(CommandGroup):
             "Run a workflow file: agents in their domains, on one base model.",
         ),
         "graph": ("offset_runtime.graphs.commands:graph_app", "Check and draw workflow files."),
+        "bench": ("offset_runtime.bench.command:bench", "Measure on your own model what domains cost."),
     }
 
 
@@ -59,30 +65,12 @@ def main() -> None:
     app(prog_name="offset-runtime")
 
 
-def _known_backend(name: str) -> str:
-    if name not in get_args(BackendName):
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(get_args(BackendName))}")
-    return name
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"offset-runtime {offset_runtime.__version__}")
         raise typer.Exit
 
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help="Base model: a packaged name (smollm2-135m), hub id, folder or .gguf."
-    ),
-]
-BackendOption = Annotated[
-    str, typer.Option(callback=_known_backend, metavar="NAME", help=f"One of {', '.join(get_args(BackendName))}.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(metavar="DEVICE", help="Where the model runs, such as cpu or cuda:0.", show_default="best")
-]
 StoreOption = Annotated[Path, typer.Option("--store", "-s", metavar="FOLDER", help="Folder of the offset files.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -149,13 +137,14 @@ def train(
         "retention_weight": retention_weight,
         "seed": seed,
     }
+    spec = training_spec(model, backend, device)
     target = OffsetStore(store)
     target.check_writable(domain)  # refused before the work, not after it
     documents = read_documents(docs)
     held_back = read_documents(validation) if validation else None
     trained_on = len(documents.items) - (0 if held_back else held_back_count(len(documents.items)))
     settings = _training_settings(recipe, trained_on, {k: v for k, v in changes.items() if v is not None})
-    with _loaded(model, backend, device) as base:
+    with loaded(spec) as base:
         offset = _train(base, documents, domain, settings, held_back)
     _print_trained(offset, _kept(target, offset), as_json)
 
@@ -172,6 +161,7 @@ def evaluate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a .png or .svg.")] = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
+    llama_cpp: LlamaCppOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure offsets on held-out documents: gain, retention, and the wrong-domain control.
@@ -180,10 +170,11 @@ def evaluate(
     """
     from offset_runtime import evaluation, report
 
+    spec = model_spec(model, backend, device, llama_cpp)
     target = report.check_plot_path(plot) if plot else None
     documents = _test_documents(docs)
     offsets = _offsets(store, list(documents), others=True)
-    with _loaded(model, backend, device) as base, progress_bar("evaluating") as bar:
+    with loaded(spec) as base, progress_bar("evaluating") as bar:
         found = evaluation.evaluate(
             base, offsets, documents, max_tokens=max_tokens, progress=lambda at: bar(at.stage, at.done, at.total)
         )
@@ -200,6 +191,7 @@ def score(
     store: StoreOption = Path("offsets"),
     backend: BackendOption = "auto",
     device: DeviceOption = None,
+    llama_cpp: LlamaCppOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Log-likelihood of a text under a domain, or under all of them, beside the plain base model.
@@ -209,9 +201,10 @@ def score(
     from offset_runtime.ranking import rank_domains, ranking_table
     from offset_runtime.runtime import OffsetRuntime
 
+    spec = model_spec(model, backend, device, llama_cpp)
     texts = _texts(file)
     offsets = _offsets(store, [] if domain == "all" else [domain], others=domain == "all")
-    with _loaded(model, backend, device) as base, OffsetRuntime(base) as runtime:
+    with loaded(spec) as base, OffsetRuntime(base) as runtime:
         ranked = rank_domains(runtime, texts, list(offsets.values()))
     print_json({"scores": [score.as_json() for score in ranked]}) if as_json else output().print(ranking_table(ranked))
 
@@ -261,6 +254,7 @@ def verify(
     ] = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
+    llama_cpp: LlamaCppOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read offset files strictly, and report every one that cannot be used. Exit code 2 if any cannot.
@@ -269,9 +263,10 @@ def verify(
     """
     from offset_runtime.catalogue import check_base, read_files, read_store, verify_table
 
+    spec = None if model is None else model_spec(model, backend, device, llama_cpp)
     entries = read_files(files) if files else read_store(OffsetStore(store))
-    if model is not None:
-        with _loaded(model, backend, device) as base:
+    if spec is not None:
+        with loaded(spec) as base:
             entries = check_base(entries, base.identity)
     print_json({"files": [e.as_json() for e in entries]}) if as_json else output().print(verify_table(entries))
     _fail_on([entry.problem for entry in entries], shown=True)
@@ -340,22 +335,6 @@ def _print_trained(offset: DomainOffset, path: Path, as_json: bool) -> None:
         f"gain on {count} documents that were held back" if count else "too few documents to hold any back for a gain"
     )
     output().print(f"wrote {path}; {gain}", soft_wrap=True)
-
-
-@contextmanager
-def _loaded(model: str, backend: str, device: str | None) -> Iterator[Backend]:
-    """Load a base model with a note on standard error, and close it after."""
-    from offset_runtime.models import load_backend
-
-    spec = ModelSpec(base=model, backend=backend, device=device)
-    with spinner(f"loading {model}"):
-        if model != "fake":
-            quiet_libraries()
-        loaded = load_backend(spec)
-    try:
-        yield loaded
-    finally:
-        loaded.close()
 
 
 def _offsets(folder: Path, names: list[str], *, others: bool) -> dict[str, DomainOffset]:

@@ -83,7 +83,7 @@ class Engine:
         self.settings = settings or EngineSettings()
         capabilities = backend.capabilities
         self._scheduler: Scheduler[_Job] = Scheduler(
-            max_running=self.settings.max_running,
+            max_running=min(self.settings.max_running, capabilities.max_sequences or self.settings.max_running),
             max_step_tokens=self.settings.max_step_tokens,
             kv_capacity_tokens=capabilities.kv_capacity_tokens,
             split_prefill=capabilities.split_prefill,

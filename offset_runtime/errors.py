@@ -16,8 +16,10 @@
     ├── DeadlineExceededError      the request did not end by its deadline
     ├── GenerationError            the model failed on this request
     ├── EngineClosedError          the engine was closed, or its thread died
+    ├── OutOfMemoryError           the model's context does not fit in memory
     └── RetryableError             the same call may succeed later
-        └── QueueFullError         the engine's queue is full
+        ├── QueueFullError         the engine's queue is full
+        └── KVCacheFullError       the sequences that are open leave no room
 
 Every message says what happened, what was found, what was expected and what to do.
 """
@@ -99,12 +101,20 @@ class EngineClosedError(OffsetError):
     """The engine was closed, or its thread died; the message says which."""
 
 
+class OutOfMemoryError(OffsetError):
+    """The model, or the state of its sequences, does not fit in memory as it was asked for."""
+
+
 class RetryableError(OffsetError):
     """A condition that passes: the same call may succeed later."""
 
 
 class QueueFullError(RetryableError):
     """The engine's bounded queue is full."""
+
+
+class KVCacheFullError(RetryableError):
+    """The sequences that are open leave no room for more tokens, or for one more sequence."""
 
 
 def nearest_hint(name: str, valid: Iterable[str]) -> str:

@@ -12,6 +12,8 @@ import pytest
 from offset_runtime import DomainOffset, ModelSpec, OffsetRuntime
 from offset_runtime.backends.base import Backend
 from offset_runtime.backends.fake import FakeBackend
+from offset_runtime.backends.llama_cpp import LlamaCppBackend
+from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.identity import BaseIdentity
 from offset_runtime.models import load_backend
 from offset_runtime.offset import Anchor, PromptFormat
@@ -25,7 +27,7 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 # Fixtures of tiny models, for tests that need tensors but no trained model.
-pytest_plugins = ("tiny_models",)
+pytest_plugins = ("tiny_models", "tiny_gguf")
 
 MakeOffset = Callable[..., DomainOffset]
 
@@ -63,11 +65,29 @@ def fake_runtime() -> Iterator[OffsetRuntime]:
 
 
 @pytest.fixture(scope="session")
-def smollm() -> Iterator[Backend]:
-    """The real base model, loaded once a session. Use it from one thread at a time."""
-    backend = load_backend(ModelSpec(base="smollm2-135m"))
+def smollm_torch() -> Iterator[TorchBackend]:
+    """The real base model on torch, loaded once a session. Use it from one thread at a time."""
+    backend = load_backend(ModelSpec(base="smollm2-135m", backend="torch"))
+    assert isinstance(backend, TorchBackend)
     yield backend
     backend.close()
+
+
+@pytest.fixture(scope="session")
+def smollm_llama() -> Iterator[LlamaCppBackend]:
+    """The real base model on llama.cpp, loaded once a session. Use it from one thread at a time."""
+    backend = load_backend(ModelSpec(base="smollm2-135m", backend="llama_cpp"))
+    assert isinstance(backend, LlamaCppBackend)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="session", params=["torch", "llama_cpp"])
+def smollm(request: pytest.FixtureRequest) -> Backend:
+    """The real base model, on one backend after the other."""
+    name = {"torch": "smollm_torch", "llama_cpp": "smollm_llama"}[request.param]
+    backend: Backend = request.getfixturevalue(name)
+    return backend
 
 
 @pytest.fixture(scope="session")

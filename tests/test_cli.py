@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 import offset_runtime
-from offset_runtime import DomainOffset, OffsetStore
+from offset_runtime import DomainOffset, ModelSpec, OffsetStore, models
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.cli import app
 from offset_runtime.errors import OffsetFileError
@@ -113,6 +113,10 @@ def test_train_json_is_one_object(tiny_folder: Path, many_docs: Path, tmp_path: 
         (("--validation", "nowhere"), "no file or folder nowhere"),
         (("--model", "nowhere"), "no model 'nowhere'"),
         (("--model", "fake"), "training needs the torch backend"),
+        (
+            ("--backend", "llama_cpp"),
+            "training needs the torch backend, found --backend llama_cpp; leave --backend out",
+        ),
     ],
 )
 def test_train_refuses_what_it_cannot_use(
@@ -121,6 +125,19 @@ def test_train_refuses_what_it_cannot_use(
     start = ("train", "legal", "--model", "fake", "--docs", many_docs, "--store", tmp_path / "new")
     assert named in failed(*start, *arguments)
     assert not (tmp_path / "new").exists()
+
+
+def test_train_runs_on_torch_for_a_gguf_file_too(
+    many_docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    specs: list[ModelSpec] = []
+    monkeypatch.setattr(models, "load_backend", lambda spec: specs.append(spec) or FakeBackend())
+
+    failed("train", "legal", "-m", model, "--docs", many_docs, "--store", tmp_path / "new")
+
+    assert specs == [ModelSpec(base=str(model), backend="torch")]
 
 
 def test_train_refuses_a_store_that_cannot_be_written_before_the_work(many_docs: Path) -> None:
@@ -234,7 +251,7 @@ def test_an_unknown_model_names_what_there_is(store: Path, docs: Path) -> None:
 def test_an_unknown_backend_names_the_known_ones(store: Path, docs: Path) -> None:
     result = run("eval", "-m", "fake", "--backend", "tpu", "-s", store, "--docs", f"legal={docs}")
     assert result.exit_code == 2
-    assert "'tpu' is not one of auto, torch" in " ".join(result.stderr.split())
+    assert "'tpu' is not one of auto, torch, llama_cpp," in " ".join(result.stderr.split())
 
 
 def test_an_offset_of_another_model_is_refused_by_name(store: Path, docs: Path, make_offset: MakeOffset) -> None:
@@ -448,11 +465,12 @@ def test_commands_that_need_no_model_load_no_model_library(store: Path) -> None:
 
 
 @pytest.mark.real_model
+@pytest.mark.parametrize("backend", ["torch", "llama_cpp"])
 def test_loading_a_real_model_writes_nothing_of_the_libraries_to_the_terminal(
-    tmp_path: Path, make_offset: MakeOffset
+    backend: str, tmp_path: Path, make_offset: MakeOffset
 ) -> None:
     path = make_offset(FakeBackend().identity, "legal").save(tmp_path / "legal.safetensors")
-    result = fresh("verify", str(path), "--model", "smollm2-135m", "--json")
+    result = fresh("verify", str(path), "--model", "smollm2-135m", "--backend", backend, "--json")
     assert result.returncode == 2, result.stderr
     [entry] = json.loads(result.stdout)["files"]
     assert "another base model: architecture fake (this model: llama)" in entry["problem"]

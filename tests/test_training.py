@@ -283,7 +283,7 @@ class TestObjective:
 
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_a_short_training_on_the_real_model_helps_unseen_text(smollm: TorchBackend) -> None:
+def test_a_short_training_on_the_real_model_helps_unseen_text(smollm_torch: TorchBackend) -> None:
     modules = (inspect, textwrap, logging)
     sources = dict.fromkeys(
         inspect.getsource(f) for module in modules for _, f in inspect.getmembers(module, inspect.isfunction)
@@ -291,6 +291,6 @@ def test_a_short_training_on_the_real_model_helps_unseen_text(smollm: TorchBacke
     texts = [Document(source) for source in sources if len(source) > 200][:40]
     settings = TrainingSettings(positions=4, max_tokens=32, steps=8, validate_every=4, retention_weight=0)
 
-    offset = train(smollm, Documents(texts), "code", settings)
+    offset = train(smollm_torch, Documents(texts), "code", settings)
 
     assert offset.metrics["gain_percent"] > 5

@@ -22,7 +22,8 @@ class Capabilities:
     """What a backend can do with the loaded model. The conformance suite holds it to its word.
 
     `context_tokens`: the longest sequence. `kv_capacity_tokens`: how many tokens all sequences
-    together may hold, or None where only memory bounds it. `truncate`: a sequence can be cut back
+    together may hold, or None where only memory bounds it. `max_sequences`: how many may be open at once, or
+    None for any number. `truncate`: a sequence can be cut back
     (not so for recurrent state). `fork`: a sequence can be copied. `split_prefill`: a prompt may be
     fed in several chunks at full speed; where False, later chunks are fed token by token, so the
     scheduler gives a prompt in one piece. `mixed_batch`: one forward pass holds sequences of
@@ -31,6 +32,7 @@ class Capabilities:
 
     context_tokens: int
     kv_capacity_tokens: int | None = None
+    max_sequences: int | None = None
     truncate: bool = True
     fork: bool = True
     split_prefill: bool = True

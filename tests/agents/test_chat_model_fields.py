@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from offset_runtime import DomainOffset, OffsetRuntime
+from offset_runtime import DomainOffset, LlamaCppOptions, ModelSpec, OffsetRuntime
 from offset_runtime.agents import ChatOffset, OffsetLLM
 from offset_runtime.errors import (
     BaseModelMismatchError,
@@ -67,7 +67,9 @@ def test_a_misspelled_field_is_refused_with_the_nearest_name(kind: Any) -> None:
         ({"top_logprobs": 101, "logprobs": True}, r"top_logprobs\n.*less than or equal to 100"),
         ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=True"),
         ({"timeout": -1}, r"timeout\n.*greater than 0"),
-        ({"backend": "foo"}, r"backend\n.*'auto', 'torch' or 'fake'"),
+        ({"backend": "foo"}, r"backend\n.*'auto', 'torch', 'llama_cpp' or 'fake'"),
+        ({"llama_cpp": {"n_ctx": 0}}, r"llama_cpp\.n_ctx\n.*greater than or equal to 1"),
+        ({"llama_cpp": {"type_v": "q8_0", "flash_attn": False}}, "type_v=q8_0 needs flash attention"),
     ],
 )
 @pytest.mark.parametrize("kind", [ChatOffset, OffsetLLM])
@@ -114,6 +116,38 @@ def test_instances_with_equal_model_arguments_share_one_base(loads: list[str]) -
     assert law.load_runtime() is news.load_runtime() is llm.load_runtime()
     assert len(loads) == 1
     assert ChatOffset(model="fake", dtype="float64").load_runtime() is not law.load_runtime()
+
+
+def test_options_of_llama_cpp_are_part_of_what_is_shared(loads: list[str]) -> None:
+    plain, small = ChatOffset(model="fake"), ChatOffset(model="fake", llama_cpp={"n_ctx": 64})
+
+    same = OffsetLLM(model="fake", llama_cpp=LlamaCppOptions(n_ctx=64))
+
+    assert small.load_runtime() is same.load_runtime() is small.for_domain("law").load_runtime()
+    assert small.load_runtime() is not plain.load_runtime()
+    assert len(loads) == 2
+
+
+def test_options_of_llama_cpp_reach_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[ModelSpec] = []
+    monkeypatch.setattr("offset_runtime.agents.connection.shared_runtimes.get", specs.append)
+
+    ChatOffset(model="m.gguf", backend="llama_cpp", llama_cpp={"n_ctx": 64}).load_runtime()
+
+    assert specs == [ModelSpec(base="m.gguf", backend="llama_cpp", llama_cpp=LlamaCppOptions(n_ctx=64))]
+
+
+@pytest.mark.parametrize("kind", [ChatOffset, OffsetLLM])
+def test_a_misspelled_option_of_llama_cpp_is_refused_with_the_nearest_name(kind: Any) -> None:
+    said = f"llama_cpp of {kind.__name__} has no option 'n_cxt'; did you mean 'n_ctx'"
+    with pytest.raises(InvalidRequestError, match=said):
+        kind(model="fake", llama_cpp={"n_cxt": 64})
+
+
+def test_replies_under_other_options_of_llama_cpp_are_not_one_in_langchains_cache() -> None:
+    plain, quantised = ChatOffset(model="fake"), ChatOffset(model="fake", llama_cpp={"type_k": "q8_0"})
+
+    assert plain._identifying_params != quantised._identifying_params
 
 
 def test_another_base_named_by_a_call_is_loaded(loads: list[str], fake_runtime: OffsetRuntime) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from langchain_core.messages import HumanMessage
 
-from offset_runtime import OffsetRuntime
+from offset_runtime import LlamaCppOptions, OffsetRuntime
 from offset_runtime.errors import BaseModelMismatchError, ContextOverflowError, PromptFormatError, WorkflowError
 from offset_runtime.graphs import Workflow, build_graph, load_workflow, make_graph
 from offset_runtime.graphs.builder import chat_model
@@ -312,6 +312,14 @@ def test_neither_import_nor_build_loads_torch_or_a_model(write_workflow: Write) 
         "loaded = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\nassert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_agents_share_the_base_that_the_section_model_describes() -> None:
+    edges = [{"source": "START", "target": "a"}, {"source": "a", "target": "END"}]
+    section = {"base": "fake", "backend": "llama_cpp", "llama_cpp": {"n_ctx": 64}}
+    made = workflow({"a": {}}, edges, model=section)
+    model = chat_model(made, made.agents["a"])
+    assert (model.backend, model.llama_cpp) == ("llama_cpp", LlamaCppOptions(n_ctx=64))
 
 
 def test_the_names_the_package_offers_are_sorted_and_complete() -> None:

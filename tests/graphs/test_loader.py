@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offset_runtime import LlamaCppOptions, ModelSpec
 from offset_runtime.errors import WorkflowError
 from offset_runtime.graphs.loader import load_workflow, read_workflow
 
@@ -55,6 +56,11 @@ def test_a_good_file_is_read(write_workflow: Write) -> None:
             "line 3: unknown key 'devise' in 'model'; did you mean 'device'?",
         ),
         (
+            "{base: fake}",
+            "\n      base: fake\n      llama_cpp:\n        n_cxt: 4096",
+            "line 6: unknown key 'n_cxt' in 'model.llama_cpp'; did you mean 'n_ctx'?",
+        ),
+        (
             "system_prompt",
             "sytem_prompt",
             "line 5: unknown key 'sytem_prompt' in agent 'reporter'; did you mean 'system_prompt'?",
@@ -92,6 +98,26 @@ def test_a_wrong_type_is_named_with_what_was_found_and_expected(
 ) -> None:
     [problem] = problems(write_workflow(with_line(old, new)))
     assert problem.startswith("line 5: ")
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("{n_ctx: many}", "expected a whole number for 'model.llama_cpp.n_ctx'; found 'many'"),
+        ("{n_ctx: true}", "expected a whole number for 'model.llama_cpp.n_ctx'; found True"),
+        ("{n_ctx: 0}", "expected greater than or equal to 1 for 'model.llama_cpp.n_ctx'; found 0"),
+        ("{use_mlock: 1}", "expected true or false for 'model.llama_cpp.use_mlock'; found 1"),
+        ("{type_k: q9}", "or 'q4_0' for 'model.llama_cpp.type_k'; found 'q9'"),
+        ("{type_v: q8_0, flash_attn: false}", "'model.llama_cpp': type_v=q8_0 needs flash attention"),
+        ("4096", "expected a mapping (key: value) for 'model.llama_cpp'; found 4096"),
+    ],
+)
+def test_an_option_of_llama_cpp_is_named_with_what_was_found_and_expected(
+    write_workflow: Write, options: str, expected: str
+) -> None:
+    [problem] = problems(write_workflow(with_line("{base: fake}", f"{{base: fake, llama_cpp: {options}}}")))
+    assert problem.startswith("line 3: ")
     assert expected in problem
 
 
@@ -243,3 +269,9 @@ def test_paths_are_relative_to_the_file_and_not_to_the_working_folder(
 def test_a_models_name_is_left_as_it_is(write_workflow: Write) -> None:
     workflow = read_workflow(write_workflow(with_line("{base: fake}", "{base: smollm2-135m}")))
     assert workflow.model.base == "smollm2-135m"
+
+
+def test_backend_and_options_of_llama_cpp_are_read(write_workflow: Write) -> None:
+    model = "{base: fake, backend: llama_cpp, llama_cpp: {n_ctx: 4096, type_k: q8_0}}"
+    spec = read_workflow(write_workflow(with_line("{base: fake}", model))).model.spec()
+    assert spec == ModelSpec(base="fake", backend="llama_cpp", llama_cpp=LlamaCppOptions(n_ctx=4096, type_k="q8_0"))

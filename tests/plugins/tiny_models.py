@@ -54,6 +54,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteConfig",
         dict(_SIZES, embedding_multiplier=3, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0),
     ),
+    "gemma": ("GemmaConfig", dict(_SIZES, head_dim=8)),
     "gemma2": (
         "Gemma2Config",
         dict(
@@ -75,6 +76,11 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             query_pre_attn_scalar=8,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
+    ),
+    # Keys and values from a latent state; multipliers on embeddings, residuals and logits.
+    "minicpm3": (
+        "MiniCPM3Config",
+        dict(_SIZES, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8),
     ),
     "mamba": ("MambaConfig", dict(_SMALL, state_size=8)),
     "mamba2": ("Mamba2Config", dict(_SMALL, state_size=16, num_heads=8, head_dim=8, n_groups=2, chunk_size=4)),

@@ -1,0 +1,153 @@
+"""The tokenizer of a GGUF file, in the shape of `backends.base.Tokenizer`."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import TemplateError
+from llama_cpp import llama_cpp
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from offset_runtime.backends.base import Message
+from offset_runtime.errors import InvalidRequestError, PromptFormatError
+
+
+class Lease:
+    """A pointer that many threads use and one releases: `release` waits until nobody uses it.
+
+    llama.cpp does not know who holds its memory; a tokenizer used while another thread closes the model
+    would end the process.
+    """
+
+    def __init__(self, pointer: Any) -> None:
+        self._pointer = pointer
+        self._users = 0
+        self._free = threading.Condition()
+
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        """Lend the pointer. Raises `InvalidRequestError` after `release`."""
+        with self._free:
+            if self._pointer is None:
+                raise InvalidRequestError("this backend is closed and its model released; load the model again")
+            pointer = self._pointer
+            self._users += 1
+        try:
+            yield pointer
+        finally:
+            with self._free:
+                self._users -= 1
+                self._free.notify_all()
+
+    def release(self, free: Callable[[Any], None]) -> None:
+        """Call `free` on the pointer once nobody uses it; a second call does nothing."""
+        with self._free:
+            pointer, self._pointer = self._pointer, None
+            self._free.wait_for(lambda: self._users == 0)
+        if pointer is not None:
+            free(pointer)
+
+
+class LlamaTokenizer:
+    """The vocabulary and the chat template of a loaded GGUF file. `model` lends llama.cpp's model."""
+
+    def __init__(self, model: Lease) -> None:
+        self._model = model
+        self._pieces: dict[int, bytes] = {}
+        with model.use() as pointer:
+            vocab = llama_cpp.llama_model_get_vocab(pointer)
+            self._bos = _token(llama_cpp.llama_vocab_bos(vocab))
+            self._adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(vocab))
+            count = llama_cpp.llama_vocab_n_tokens(vocab)
+            self._eos = frozenset(i for i in range(count) if llama_cpp.llama_vocab_is_eog(vocab, i))
+            template = llama_cpp.llama_model_chat_template(pointer, None)
+            eos, bos = _text(vocab, llama_cpp.llama_vocab_eos(vocab)), _text(vocab, self._bos)
+        self._layouts = {ask: _layout(template, eos, bos, ask) for ask in (True, False)} if template else {}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._bos
+
+    @property
+    def adds_bos(self) -> bool:
+        return self._bos is not None and self._adds_bos
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._layouts)
+
+    def encode(self, text: str) -> list[int]:
+        data = text.encode()
+        # A token stands for at least one byte, but for a space that some tokenizers put first.
+        size = len(data) + 2
+        buffer = (llama_cpp.llama_token * size)()
+        with self._model.use() as pointer:
+            vocab = llama_cpp.llama_model_get_vocab(pointer)
+            count = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, size, False, True)
+            if count < 0:
+                buffer = (llama_cpp.llama_token * -count)()
+                count = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, -count, False, True)
+        return list(buffer[:count])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        # llama.cpp's own detokenizer drops spaces before punctuation for some vocabularies, which changes the
+        # text that was generated; the pieces of a text joined are that text.
+        return b"".join([self._piece(token) for token in token_ids]).decode("utf-8", errors="replace")
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        if not self._layouts:
+            raise PromptFormatError("this model has no chat template; continue plain text instead")
+        try:
+            laid_out = self._layouts[add_generation_prompt](messages=[dict(message) for message in messages])  # type: ignore[misc]
+        # A template refuses messages by an error of the first kind, and stumbles over them with the second.
+        except (ValueError, TemplateError) as error:
+            raise PromptFormatError(
+                f"the model's chat template refuses these messages: {error}. Roles found: "
+                f"{', '.join(str(message.get('role')) for message in messages)}; change their order or roles."
+            ) from error
+        return str(laid_out.prompt)
+
+    def _piece(self, token: int) -> bytes:
+        piece = self._pieces.get(token)
+        if piece is None:
+            with self._model.use() as pointer:
+                piece = _piece(llama_cpp.llama_model_get_vocab(pointer), token)
+            self._pieces[token] = piece
+        return piece
+
+
+def _layout(template: bytes, eos: str, bos: str, ask: bool) -> Jinja2ChatFormatter:
+    try:
+        return Jinja2ChatFormatter(template.decode(), eos_token=eos, bos_token=bos, add_generation_prompt=ask)
+    except TemplateError as error:
+        raise PromptFormatError(f"the chat template in the GGUF file is no valid Jinja template: {error}") from error
+
+
+def _piece(vocab: Any, token: int) -> bytes:
+    if not 0 <= token < llama_cpp.llama_vocab_n_tokens(vocab):
+        raise InvalidRequestError(f"token id {token} is outside the vocabulary")
+    size = 32
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        count = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, False)
+        if count >= 0:
+            return buffer.raw[:count]
+        size = -count
+
+
+def _text(vocab: Any, token: int | None) -> str:
+    if token is None or token < 0:
+        return ""
+    return (llama_cpp.llama_vocab_get_text(vocab, token) or b"").decode("utf-8", errors="replace")
+
+
+def _token(found: int) -> int | None:
+    return None if found < 0 else int(found)
