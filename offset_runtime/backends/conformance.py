@@ -30,13 +30,16 @@ REPLY_TOKENS = 6
 NEAR_TIE = 1e-3
 
 
-def check(behaviour: str, make_backend: Callable[[], Backend], *, tolerance: float = 2e-4) -> None:
+def check(
+    behaviour: str, make_backend: Callable[[], Backend], *, tolerance: float = 2e-4, offset_size: float = 3.0
+) -> None:
     """Run one behaviour of `BEHAVIOURS` on the backend that `make_backend` returns, and free what it opened.
 
     `tolerance`: largest difference of two logits that counts as none, relative to the largest logit.
-    Raises `ContractError` when the backend does not behave so.
+    `offset_size`: standard deviation of the offsets it tries, in that of the embedding table; models that scale
+    their embeddings need as much more. Raises `ContractError` when the backend does not behave so.
     """
-    trial = Trial(behaviour, make_backend(), tolerance)
+    trial = Trial(behaviour, make_backend(), tolerance, offset_size)
     try:
         capability = _CAPABILITY_OF.get(behaviour)
         if capability is None or getattr(trial.backend.capabilities, capability):

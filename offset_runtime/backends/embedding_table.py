@@ -91,7 +91,8 @@ def _find(path: Path) -> tuple[int, tuple[int, int], GGMLQuantizationType] | Non
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
             return _Header(view).find(_TENSOR)
-    except (OSError, ValueError, struct.error) as error:
+    # A damaged header leads anywhere: to sizes beyond any file, and to types that there are not.
+    except (OSError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise _damaged(path, error) from error
 
 

@@ -35,6 +35,8 @@ from offset_runtime.errors import (
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
 
 DEFAULT_N_CTX = 8192
+# A KV cache has a multiple of this many cells.
+_CELLS = 256
 
 Logits = npt.NDArray[np.float32]
 
@@ -100,7 +102,7 @@ class LlamaCppBackend:
 
     def _set_up(self, model: Any) -> None:
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = LlamaBatch(int(llama_cpp.llama_n_batch(self._context)))
+        self._batch = LlamaBatch(min(self.options.n_batch, int(llama_cpp.llama_n_batch(self._context))))
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._next_id = 0
         self._free_slots = list(range(int(llama_cpp.llama_n_seq_max(self._context))))[::-1]
@@ -406,9 +408,10 @@ def _make_context(path: Path, model: Any, options: LlamaCppOptions) -> Any:
     cores = psutil.cpu_count(logical=False) or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     parameters = llama_cpp.llama_context_default_params()
-    parameters.n_ctx = options.n_ctx or DEFAULT_N_CTX
-    parameters.n_batch = min(options.n_batch, parameters.n_ctx)
-    parameters.n_ubatch = min(options.n_ubatch, parameters.n_batch)
+    # Rounded as llama.cpp will: it ends the process where a context or a batch is smaller than n_seq_max.
+    parameters.n_ctx = math.ceil((options.n_ctx or DEFAULT_N_CTX) / _CELLS) * _CELLS
+    parameters.n_batch = max(min(options.n_batch, parameters.n_ctx), options.n_seq_max)
+    parameters.n_ubatch = min(options.n_ubatch, options.n_batch, parameters.n_ctx)
     parameters.n_seq_max = options.n_seq_max
     parameters.n_threads = options.n_threads or min(cores, usable)
     parameters.n_threads_batch = options.n_threads_batch or parameters.n_threads
@@ -421,9 +424,11 @@ def _make_context(path: Path, model: Any, options: LlamaCppOptions) -> Any:
     _check_memory(path, model, options, parameters.n_ctx)
     context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
-        raise OutOfMemoryError(
-            f"llama.cpp cannot set up a context for {path.name} with {_sizes(options, parameters.n_ctx)}: "
-            f"{llama_log.complaint()}. Lower n_ctx or n_batch, or choose smaller types for the KV cache."
+        reason = llama_log.complaint()
+        kind = OutOfMemoryError if "alloc" in reason else InvalidRequestError
+        raise kind(
+            f"llama.cpp cannot set up a context for {path.name} with {_sizes(options, parameters.n_ctx)}: {reason}. "
+            "Lower n_ctx or n_batch, or choose other types for the KV cache."
         )
     return context
 

@@ -32,6 +32,7 @@ class Trial:
     behaviour: str
     backend: Backend
     tolerance: float
+    offset_size: float
     opened: list[SequenceId] = field(default_factory=list)
 
     def open(self) -> SequenceId:
@@ -52,10 +53,12 @@ class Trial:
         return [int(i) for i in np.random.default_rng(seed).integers(int(size * 0.05), int(size * 0.9), tokens)]
 
     def offset(self, seed: int, positions: int = 3, anchor: Anchor = "turn") -> DomainOffset:
-        """A random offset a few times as large as the embeddings it is added to."""
+        """A random offset, `offset_size` times as large as rows of the embedding table."""
         identity = self.backend.identity
         sketch = np.frombuffer(base64.b64decode(identity.sketch), dtype="<f2").astype(np.float32)
-        rows = np.random.default_rng(seed).normal(size=(positions, identity.hidden_size)) * 3 * sketch.std()
+        rows = (
+            np.random.default_rng(seed).normal(size=(positions, identity.hidden_size)) * self.offset_size * sketch.std()
+        )
         return DomainOffset(f"d{seed}", rows.astype(np.float32), anchor, "raw", identity)
 
     def feed(
