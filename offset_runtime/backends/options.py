@@ -12,13 +12,13 @@ KVType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 class LlamaCppOptions(BaseModel):
     """How llama.cpp runs a GGUF file. The names are llama-cpp-python's.
 
-    `n_ctx`: tokens that all sequences together may hold, rounded up to 256; the memory for them is taken at load.
-    None: 8,192. A single sequence is limited by this and by what the model was trained on. `n_batch`: most tokens of one call;
-    `n_ubatch`: of one computation. `n_seq_max`: most open sequences. `n_threads`, `n_threads_batch`: threads of
-    decode and prefill; None: one a usable core. `n_gpu_layers`: layers on the GPU, -1 all, where llama-cpp-python
-    was built for one. `flash_attn`: None leaves it to llama.cpp. `type_k`, `type_v`: type of the KV cache; a
-    quantised `type_v` needs flash attention. `use_mmap`: map the file instead of reading it; `use_mlock`: keep it
-    in memory.
+    `n_ctx`: tokens that all sequences together may hold, rounded up to 256; the memory for them is taken at
+    load. None: 8,192. A single sequence is limited by this and by what the model was trained on. `n_batch`: most
+    tokens of one call; `n_ubatch`: of one computation. `n_seq_max`: most open sequences. `n_threads`,
+    `n_threads_batch`: threads of decode and prefill; None: one a usable core. `n_gpu_layers`: layers on the GPU,
+    -1 all, where llama-cpp-python was built for one. `flash_attn`: None leaves it to llama.cpp. `type_k`,
+    `type_v`: type of the KV cache; a quantised `type_v` needs flash attention. `use_mmap`: map the file instead of
+    reading it; `use_mlock`: keep it in memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

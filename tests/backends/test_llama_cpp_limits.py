@@ -80,7 +80,7 @@ def test_a_kv_cache_beyond_the_memory_is_refused_before_it_is_taken(tiny_gguf: T
 def test_a_context_that_llama_cpp_refuses_is_reported_with_its_reason(tiny_gguf: TinyGguf) -> None:
     # Eight numbers a head do not fill a block of 32.
     options = LlamaCppOptions(n_ctx=256, type_v="q8_0", flash_attn=True)
-    with pytest.raises(InvalidRequestError, match="type_v=q8_0.*V cache"):
+    with pytest.raises(InvalidRequestError, match=r"type_v=q8_0.*V cache"):
         LlamaCppBackend(tiny_gguf("llama"), options)
 
 
@@ -139,7 +139,7 @@ def test_a_call_that_fails_leaves_every_sequence_as_it_was(
         return -3
 
     monkeypatch.setattr(backend._batch, "decode", fails_late)
-    with pytest.raises(GenerationError, match="llama.cpp failed with status -3 on 12 tokens"):
+    with pytest.raises(GenerationError, match=r"llama\.cpp failed with status -3 on 12 tokens"):
         backend.forward([Chunk(sequence, ids[8:], (), "all")])
     monkeypatch.undo()
     assert backend.length(sequence) == 8
