@@ -27,22 +27,23 @@ class LlamaBatch:
         # Each entry belongs to one sequence, so its list of sequences is one of `slots`.
         addresses = self.slots.ctypes.data + self.slots.itemsize * np.arange(capacity)
         self._lists = addresses.astype(np.uintp)
+        # Made once, since a pointer takes longer to make than all the rest of a decode step takes here.
+        self._fields: Any = llama_cpp.llama_batch()
+        self._fields.pos = _pointer(self.positions, llama_cpp.llama_pos)
+        self._fields.n_seq_id = _pointer(self._counts, ctypes.c_int32)
+        self._fields.seq_id = _pointer(self._lists, ctypes.POINTER(llama_cpp.llama_seq_id))
+        self._fields.logits = _pointer(self.wanted, ctypes.c_int8)
+        self._token = _pointer(self.tokens, llama_cpp.llama_token)
 
     def decode(self, context: Any, size: int, embeddings: npt.NDArray[np.float32] | None) -> int:
         """Run the first `size` entries and return llama.cpp's status, 0 for success.
 
         `embeddings` (size, d) are read in place of the tokens where given: a batch is all of one kind.
         """
-        fields: Any = llama_cpp.llama_batch()
+        fields = self._fields
         fields.n_tokens = size
-        if embeddings is None:
-            fields.token = _pointer(self.tokens, llama_cpp.llama_token)
-        else:
-            fields.embd = _pointer(embeddings, ctypes.c_float)
-        fields.pos = _pointer(self.positions, llama_cpp.llama_pos)
-        fields.n_seq_id = _pointer(self._counts, ctypes.c_int32)
-        fields.seq_id = ctypes.cast(self._lists.ctypes.data, ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id)))
-        fields.logits = _pointer(self.wanted, ctypes.c_int8)
+        fields.token = self._token if embeddings is None else None
+        fields.embd = None if embeddings is None else _pointer(embeddings, ctypes.c_float)
         return int(llama_cpp.llama_decode(context, fields))
 
 

@@ -312,7 +312,7 @@ class LlamaCppBackend:
         if count == 0:
             llama_cpp.llama_synchronize(self.context)
             return np.zeros((0, self._vocab_size), np.float32)
-        # llama.cpp writes the next call's logits over these.
+        # Copied: llama.cpp writes the next call's logits over these.
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.context), (count, self._vocab_size)).copy()
 
     def _failure(self, status: int, size: int) -> Exception:
