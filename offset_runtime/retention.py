@@ -16,7 +16,7 @@ from offset_runtime.chat import chat_prompt
 from offset_runtime.errors import InvalidRequestError
 from offset_runtime.layout import Example
 from offset_runtime.offset import DomainOffset
-from offset_runtime.scoring import Array, distributions_under, perplexity, pick_targets
+from offset_runtime.scoring import Array, batches, distributions_under, perplexity, pick_targets
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -138,6 +138,16 @@ def greedy_replies(backend: Backend, prompts: Sequence[Sequence[int]], max_token
 
     A reply ends with its end token, at `max_tokens` or at the end of the context.
     """
+    found = backend.capabilities
+    sizes = [len(prompt) + max_tokens for prompt in prompts]
+    room = found.kv_capacity_tokens or sum(sizes)
+    replies: list[list[int]] = []
+    for run in batches(sizes, tokens=room, sequences=found.max_sequences):
+        replies.extend(_replies_together(backend, [prompts[i] for i in run], max_tokens))
+    return replies
+
+
+def _replies_together(backend: Backend, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     context = backend.capabilities.context_tokens
     sequences: list[SequenceId] = []
     replies: list[list[int]] = [[] for _ in prompts]

@@ -42,12 +42,16 @@ def distributions_under(
     Every batch comes under each offset in turn, None being the plain base; the tokens before the
     first placement are fed once for all of them.
     """
-    for batch in token_batches(examples, _batch_tokens(backend)):
+    sizes = [len(example.token_ids) for example in examples]
+    # A shared head and its fork are open at the same time.
+    most = backend.capabilities.max_sequences
+    for run in batches(sizes, tokens=_batch_tokens(backend), sequences=most and max(1, most // 2)):
+        batch = [examples[i] for i in run]
         placed = [[None if offset is None else place(offset, e.anchored_tokens) for offset in offsets] for e in batch]
         items = [_Item(e, _split(backend, e, row)) for e, row in zip(batch, placed, strict=True)]
         heads: dict[int, SequenceId] = {}
         try:
-            if len(offsets) > 1 and backend.capabilities.fork:
+            if len(offsets) > 1 and backend.capabilities.fork and most != 1:
                 _feed_heads(backend, items, heads)
             for column in range(len(offsets)):
                 yield batch, column, _distributions(backend, items, heads, [row[column] for row in placed])
@@ -61,19 +65,16 @@ def pick_targets(example: Example, distributions: Array) -> Array:
     return distributions[np.arange(len(example.targets)), list(example.targets)]
 
 
-def token_batches(examples: Sequence[Example], limit: int) -> Iterator[list[Example]]:
-    """Split examples, in order, into batches of at most `limit` tokens (or one example)."""
-    batch: list[Example] = []
-    size = 0
-    for example in examples:
-        tokens = len(example.token_ids)
-        if batch and size + tokens > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(example)
-        size += tokens
-    if batch:
-        yield batch
+def batches(sizes: Sequence[int], *, tokens: int, sequences: int | None = None) -> Iterator[range]:
+    """Split items of these sizes, in order, into runs of at most `tokens` (or one item) and `sequences` items."""
+    first, held = 0, 0
+    for at, size in enumerate(sizes):
+        if at > first and (held + size > tokens or at - first == sequences):
+            yield range(first, at)
+            first, held = at, 0
+        held += size
+    if sizes:
+        yield range(first, len(sizes))
 
 
 def perplexity(logprobs: Sequence[Array]) -> float:

@@ -50,6 +50,12 @@ def test_an_instruction_is_plain_text_where_there_is_no_chat_template() -> None:
     assert bytes(instruction_prompt(backend, "Name a bird.", "Be brief.")) == b"Be brief.\nName a bird.\n"
 
 
+@pytest.mark.parametrize("limits", [{"max_sequences": 1}, {"max_sequences": 2}, {"kv_capacity_tokens": 30}], ids=str)
+def test_greedy_replies_are_the_same_where_few_fit_at_once(limits: dict[str, int]) -> None:
+    prompts = [list(b"Name three colours."), list(b"Go on."), list(b"Yes?")]
+    assert greedy_replies(FakeBackend(**limits), prompts, 8) == greedy_replies(FakeBackend(), prompts, 8)
+
+
 def test_greedy_replies_end_with_the_end_token_or_at_the_limit() -> None:
     backend = FakeBackend(script=lambda prompt: "yes" if "short" in prompt else "a very long reply")
     prompts = [instruction_prompt(backend, text) for text in ("short", "long")]

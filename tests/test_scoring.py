@@ -28,12 +28,12 @@ from offset_runtime.placement import place
 from offset_runtime.sampling import log_softmax
 from offset_runtime.scoring import (
     Array,
+    batches,
     distributions_under,
     perplexity,
     pick_targets,
     target_distributions,
     target_logprobs,
-    token_batches,
 )
 
 MakeOffset = Callable[..., DomainOffset]
@@ -146,14 +146,29 @@ def test_no_examples_give_no_results() -> None:
 
 
 def test_batches_keep_order_and_limit() -> None:
-    batches = list(token_batches(EXAMPLES, 60))
-    assert [example for batch in batches for example in batch] == EXAMPLES
-    assert len(batches) > 1
-    assert all(len(batch) == 1 or sum(len(e.token_ids) for e in batch) <= 60 for batch in batches)
+    sizes = [30, 20, 20, 50, 5]
+    assert [list(run) for run in batches(sizes, tokens=60)] == [[0, 1], [2], [3, 4]]
+    assert [list(run) for run in batches(sizes, tokens=1000)] == [[0, 1, 2, 3, 4]]
+    assert list(batches([], tokens=60)) == []
 
 
-def test_an_example_longer_than_the_limit_is_a_batch_of_its_own() -> None:
-    assert [len(batch) for batch in token_batches(EXAMPLES, 1)] == [1, 1, 1, 1]
+def test_an_item_longer_than_the_limit_is_a_batch_of_its_own() -> None:
+    assert [list(run) for run in batches([7, 9, 8], tokens=1)] == [[0], [1], [2]]
+
+
+def test_a_batch_has_no_more_items_than_sequences() -> None:
+    assert [list(run) for run in batches([1] * 5, tokens=100, sequences=2)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_few_sequences_give_the_same_figures(most: int, make_offset: MakeOffset) -> None:
+    def found(backend: FakeBackend) -> list[np.ndarray]:
+        offset = make_offset(backend.identity, positions=1)
+        return [rows for _, _, found in distributions_under(backend, EXAMPLES, [None, offset]) for rows in found]
+
+    few, many = found(FakeBackend(max_sequences=most)), found(FakeBackend())
+    key = [float(rows.sum()) for rows in many]
+    assert sorted(float(rows.sum()) for rows in few) == pytest.approx(sorted(key))
 
 
 def test_batches_leave_room_for_heads_and_forks_where_state_is_bounded(make_offset: MakeOffset) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
-from offset_runtime.errors import InvalidRequestError
+from offset_runtime.errors import InvalidRequestError, KVCacheFullError
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -54,19 +54,26 @@ class FakeTokenizer:
 class FakeBackend:
     """See the module. `script` maps the prompt's text to a reply to write instead of random text.
 
-    `context_tokens` and `kv_capacity_tokens` are the limits it declares.
+    `context_tokens`, `kv_capacity_tokens` and `max_sequences` are the limits it declares; it holds to the last.
     """
 
     name = "fake"
 
     def __init__(
-        self, script: Script | None = None, *, context_tokens: int = 4096, kv_capacity_tokens: int | None = None
+        self,
+        script: Script | None = None,
+        *,
+        context_tokens: int = 4096,
+        kv_capacity_tokens: int | None = None,
+        max_sequences: int | None = None,
     ) -> None:
         self._script = script
         self._sequences: dict[SequenceId, list[bytes]] = {}
         self._next_id = 0
         self.tokenizer = FakeTokenizer()
-        self.capabilities = Capabilities(context_tokens=context_tokens, kv_capacity_tokens=kv_capacity_tokens)
+        self.capabilities = Capabilities(
+            context_tokens=context_tokens, kv_capacity_tokens=kv_capacity_tokens, max_sequences=max_sequences
+        )
         rows = np.random.default_rng(7).normal(size=(VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
         self._rows = rows
         self.identity: BaseIdentity = make_identity(
@@ -170,6 +177,8 @@ class FakeBackend:
             raise InvalidRequestError(f"sequence {sequence} is not open") from None
 
     def _add(self, read: list[bytes]) -> SequenceId:
+        if len(self._sequences) == self.capabilities.max_sequences:
+            raise KVCacheFullError(f"all {len(self._sequences)} sequences are in use; wait until one ends")
         self._next_id += 1
         self._sequences[self._next_id] = read
         return self._next_id
