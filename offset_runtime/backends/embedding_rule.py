@@ -48,14 +48,19 @@ def find_rule(
     factor will do, and the smallest difference seen, relative to the largest logit.
     """
     root = math.sqrt(hidden_size)
-    candidates = dict.fromkeys([1.0, root, *([declared_scale] if declared_scale else [])])
     largest = max(1.0, float(np.abs(expected).max()))
-    gaps = {factor: float(np.abs(feed(factor) - expected).max()) / largest for factor in candidates}
-    best = min(gaps, key=lambda factor: gaps[factor])
-    # Not a number compares as false, so logits that are none are refused too.
-    if not gaps[best] <= _TOLERANCE:
-        return None, gaps[best]
-    if best == 1.0 and architecture in _SCALED_ALWAYS:
-        return EmbeddingRule(1.0, 1.0 / (_SCALED_ALWAYS[architecture] or root)), gaps[best]
-    # Tokens alone are scaled: the offset is added behind the scale, as in the transformers module.
-    return EmbeddingRule(best, 1.0), gaps[best]
+    smallest = math.inf
+    for factor in dict.fromkeys([1.0, root, *([declared_scale] if declared_scale else [])]):
+        gap = float(np.abs(feed(factor) - expected).max()) / largest
+        # Not a number is never within the tolerance, so logits that are none are refused too.
+        if gap <= _TOLERANCE:
+            return _rule(architecture, factor, root), gap
+        smallest = min(smallest, gap)
+    return None, smallest
+
+
+def _rule(architecture: str, factor: float, root: float) -> EmbeddingRule:
+    if factor == 1.0 and architecture in _SCALED_ALWAYS:
+        return EmbeddingRule(1.0, 1.0 / (_SCALED_ALWAYS[architecture] or root))
+    # Where tokens alone are scaled, the offset is added behind the scale, as in the transformers module.
+    return EmbeddingRule(factor, 1.0)

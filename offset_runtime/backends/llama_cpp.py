@@ -41,7 +41,8 @@ _CELLS = 256
 
 Logits = npt.NDArray[np.float32]
 
-_PROBE_TOKENS = 12
+# Enough for attention and positions to show; a large model reads a few tens of tokens a second.
+_PROBE_TOKENS = 4
 _FLASH_ATTENTION = {
     None: llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
     False: llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
