@@ -26,6 +26,9 @@ SKETCH_COLUMNS = 32
 # full-precision source; tables of different models measure above 1.
 SKETCH_TOLERANCE = 0.2
 
+# Model types that a GGUF file holds under the name of another, whose graph is the same.
+_GGUF_NAMES = {"mistral": "llama", "mixtral": "llama", "phi": "phi2", "cohere": "commandr", "falconmamba": "mamba"}
+
 # Tokenisers that agree on this text agree on what an offset's documents looked like. Digesting the
 # ids, and not the vocabulary, makes a model and its GGUF equal: GGUF files pad the vocabulary.
 PROBE_TEXT = (
@@ -111,8 +114,9 @@ def make_identity(
 
 
 def canonical_architecture(name: str) -> str:
-    """Spell a model type as both transformers and GGUF would: ``gpt_neox`` -> ``gptneox``."""
-    return re.sub(r"[^a-z0-9]", "", name.lower().removesuffix("_text"))
+    """Spell a model type as both transformers and GGUF would: ``gpt_neox`` -> ``gptneox``, ``mistral`` -> ``llama``."""
+    spelled = re.sub(r"[^a-z0-9]", "", name.lower().removesuffix("_text"))
+    return _GGUF_NAMES.get(spelled, spelled)
 
 
 def sketch_distance(left: str, right: str) -> float:

@@ -59,7 +59,7 @@ def load_backend(spec: ModelSpec) -> Backend:
     if name == "llama_cpp":
         from offset_runtime.backends.llama_cpp import LlamaCppBackend
 
-        return LlamaCppBackend.load(source, spec.llama_cpp)
+        return LlamaCppBackend(source, spec.llama_cpp)
     if isinstance(source, Path) and _is_gguf(source):
         source = converted_gguf(source)
     from offset_runtime.backends.torch import TorchBackend

@@ -104,6 +104,14 @@ def test_architectures_are_spelled_as_transformers_or_gguf_spell_them() -> None:
     assert canonical_architecture("Qwen2") == "qwen2"
 
 
+@pytest.mark.parametrize(
+    ("transformers", "gguf"),
+    [("mistral", "llama"), ("mixtral", "llama"), ("phi", "phi2"), ("cohere", "command-r"), ("falcon_mamba", "mamba")],
+)
+def test_architectures_that_gguf_files_name_otherwise_are_the_same(transformers: str, gguf: str) -> None:
+    assert canonical_architecture(transformers) == canonical_architecture(gguf)
+
+
 @pytest.mark.parametrize("vocab_size", [20, 258, 49152, 256_000])
 def test_sketched_rows_are_different_tokens_of_the_vocabulary(vocab_size: int) -> None:
     ids = sketch_row_ids(vocab_size)

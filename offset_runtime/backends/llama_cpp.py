@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
 
 from offset_runtime.backends.base import Capabilities, Chunk, SequenceId
@@ -22,6 +17,7 @@ from offset_runtime.backends.embedding_rule import EmbeddingRule, find_rule
 from offset_runtime.backends.embedding_table import EmbeddingTable
 from offset_runtime.backends.llama_batch import LlamaBatch
 from offset_runtime.backends.llama_log import llama_log
+from offset_runtime.backends.llama_model import check_kind, load_model, make_context, metadata
 from offset_runtime.backends.llama_tokenizer import Lease, LlamaTokenizer
 from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.errors import (
@@ -29,25 +25,15 @@ from offset_runtime.errors import (
     GenerationError,
     InvalidRequestError,
     KVCacheFullError,
-    ModelNotFoundError,
-    OutOfMemoryError,
     UnsupportedModelError,
 )
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
-
-DEFAULT_N_CTX = 8192
-# A KV cache has a multiple of this many cells.
-_CELLS = 256
 
 Logits = npt.NDArray[np.float32]
 
 # Enough for attention and positions to show; a large model reads a few tens of tokens a second.
 _PROBE_TOKENS = 4
-_FLASH_ATTENTION = {
-    None: llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
-    False: llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-    True: llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-}
+# llama_decode's status where the cache has no room.
 _NO_SLOT = 1
 
 
@@ -60,12 +46,23 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """The part of a chunk that one call holds."""
+class _Part:
+    """The tokens `first` to `stop` of a chunk, which one call holds."""
 
     chunk: Chunk
     first: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def wanted(self) -> int:
+        """How many of its last positions' logits are asked for."""
+        if self.chunk.logits == "all":
+            return self.size
+        return int(self.chunk.logits == "last" and self.stop == len(self.chunk.token_ids))
 
 
 class LlamaCppBackend:
@@ -86,21 +83,16 @@ class LlamaCppBackend:
         self.options = options or LlamaCppOptions()
         llama_log.install()
         self._table = EmbeddingTable(self.path)
-        model = _load_model(self.path, self.options)
+        model = load_model(self.path, self.options)
         self._model = Lease(model)
         self._context: Any = None
         try:
-            _check_kind(self.path, model)
-            self._context = _make_context(self.path, model, self.options)
+            check_kind(self.path, model)
+            self._context = make_context(self.path, model, self.options)
             self._set_up(model)
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def load(cls, path: str | Path, options: LlamaCppOptions | None = None) -> LlamaCppBackend:
-        """Load a GGUF file; see the class."""
-        return cls(path, options)
 
     def _set_up(self, model: Any) -> None:
         self._memory = llama_cpp.llama_get_memory(self._context)
@@ -111,7 +103,7 @@ class LlamaCppBackend:
         self._tokenizer = LlamaTokenizer(self._model)
         self._vocab_size = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
         self._model_bytes = int(llama_cpp.llama_model_size(model))
-        architecture = _metadata(model, "general.architecture") or "unknown"
+        architecture = metadata(model, "general.architecture") or "unknown"
         self._identity = make_identity(
             architecture,
             self._table.size,
@@ -177,9 +169,9 @@ class LlamaCppBackend:
         found: dict[SequenceId, list[Logits]] = {chunk.sequence: [] for chunk in chunks}
         before = {chunk.sequence: self._get(chunk.sequence).length for chunk in chunks}
         try:
-            for entries in self._calls(chunks):
-                for entry, rows in zip(entries, self._call(entries), strict=True):
-                    found[entry.chunk.sequence].append(rows)
+            for parts in self._calls(chunks):
+                for part, rows in zip(parts, self._call(parts), strict=True):
+                    found[part.chunk.sequence].append(rows)
         except BaseException:
             self._restore(before)
             raise
@@ -241,64 +233,57 @@ class LlamaCppBackend:
                 f"a sequence of {length} tokens + {count} more exceeds the context of {context} tokens"
             )
 
-    def _calls(self, chunks: Sequence[Chunk]) -> Iterable[list[_Entry]]:
-        """Cut `chunks` to calls of at most n_batch entries."""
-        call: list[_Entry] = []
+    def _calls(self, chunks: Sequence[Chunk]) -> Iterator[list[_Part]]:
+        """Cut `chunks` to calls of at most n_batch positions."""
+        call: list[_Part] = []
         room = self._batch.capacity
         for chunk in chunks:
             first = 0
             while first < len(chunk.token_ids):
-                stop = min(len(chunk.token_ids), first + room)
-                call.append(_Entry(chunk, first, stop))
-                room -= stop - first
-                first = stop
+                call.append(_Part(chunk, first, min(len(chunk.token_ids), first + room)))
+                first = call[-1].stop
+                room -= call[-1].size
                 if room == 0:
                     yield call
                     call, room = [], self._batch.capacity
         if call:
             yield call
 
-    def _call(self, entries: Sequence[_Entry]) -> list[Logits]:
+    def _call(self, parts: Sequence[_Part]) -> list[Logits]:
+        """Run one `llama_decode` over all parts, and return the logits (n, vocabulary) that each asks for."""
         batch, at = self._batch, 0
-        for entry in entries:
-            state, size = self._get(entry.chunk.sequence), entry.stop - entry.first
-            batch.tokens[at : at + size] = entry.chunk.token_ids[entry.first : entry.stop]
-            batch.positions[at : at + size] = np.arange(state.length, state.length + size)
-            batch.slots[at : at + size] = state.slot
-            batch.wanted[at : at + size] = entry.chunk.logits == "all"
-            if entry.chunk.logits == "last" and entry.stop == len(entry.chunk.token_ids):
-                batch.wanted[at + size - 1] = 1
-            at += size
-        status = batch.decode(self.context, at, self._embeddings(entries, at))
+        for part in parts:
+            state, stop = self._get(part.chunk.sequence), at + part.size
+            batch.tokens[at:stop] = part.chunk.token_ids[part.first : part.stop]
+            batch.positions[at:stop] = np.arange(state.length, state.length + part.size)
+            batch.slots[at:stop] = state.slot
+            batch.wanted[at:stop] = 0
+            batch.wanted[stop - part.wanted : stop] = 1
+            at = stop
+        status = batch.decode(self.context, at, self._embeddings(parts, at))
         if status != 0:
             raise self._failure(status, at)
-        logits = self._logits(int(batch.wanted[:at].sum()))
-        results, at = [], 0
-        for entry in entries:
-            self._get(entry.chunk.sequence).length += entry.stop - entry.first
-            whole = entry.stop - entry.first if entry.chunk.logits == "all" else 0
-            count = whole or int(entry.chunk.logits == "last" and entry.stop == len(entry.chunk.token_ids))
-            results.append(logits[at : at + count])
-            at += count
-        return results
+        for part in parts:
+            self._get(part.chunk.sequence).length += part.size
+        ends = np.cumsum([part.wanted for part in parts])
+        return np.split(self._logits(int(ends[-1])), ends[:-1])
 
-    def _embeddings(self, entries: Sequence[_Entry], size: int) -> npt.NDArray[np.float32] | None:
+    def _embeddings(self, parts: Sequence[_Part], size: int) -> npt.NDArray[np.float32] | None:
         """The input (size, d) where a row of an offset falls on it, else None: then tokens are fed.
 
-        A call is all tokens or all embeddings. Feeding every entry as its row costs next to nothing, and saves
+        A call is all tokens or all embeddings. Feeding every position as its row costs next to nothing, and saves
         the second pass over the weights that a call of their own for the offset's few rows would be.
         """
         added = []
         at = 0
-        for entry in entries:
-            start = self._get(entry.chunk.sequence).length
-            stop = start + entry.stop - entry.first
-            for placement in entry.chunk.placements:
-                first, last = max(placement.index, start), min(placement.stop, stop)
+        for part in parts:
+            start = self._get(part.chunk.sequence).length
+            for placement in part.chunk.placements:
+                first, last = max(placement.index, start), min(placement.stop, start + part.size)
                 if first < last:
                     rows = placement.offset.tensor[first - placement.index : last - placement.index]
                     added.append((at + first - start, rows))
-            at += stop - start
+            at += part.size
         if not added:
             return None
         embeddings = self._table.rows(self._batch.tokens[:size])
@@ -355,7 +340,7 @@ class LlamaCppBackend:
             llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
             return logits
 
-        declared = _metadata(model, f"{architecture}.embedding_scale")
+        declared = metadata(model, f"{architecture}.embedding_scale")
         rule, gap = find_rule(
             architecture,
             self._identity.hidden_size,
@@ -370,99 +355,3 @@ class LlamaCppBackend:
                 "whose input embeddings fully replace its token ids."
             )
         return rule
-
-
-def _load_model(path: Path, options: LlamaCppOptions) -> Any:
-    parameters = llama_cpp.llama_model_default_params()
-    parameters.n_gpu_layers = options.n_gpu_layers
-    modes = {
-        (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
-        (True, False): llama_cpp.LLAMA_LOAD_MODE_MMAP,
-        (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
-        (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
-    }
-    parameters.load_mode = modes[options.use_mmap, options.use_mlock]
-    llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
-    if not model:
-        raise ModelNotFoundError(
-            f"llama.cpp cannot load {path}: {llama_log.complaint()}. Expected a whole GGUF file of an architecture "
-            "that the installed llama-cpp-python knows; get the file again, or upgrade llama-cpp-python."
-        )
-    return model
-
-
-def _check_kind(path: Path, model: Any) -> None:
-    """Raise `UnsupportedModelError` for models whose input is more than a row of embeddings."""
-    several = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE, llama_cpp.LLAMA_ROPE_TYPE_VISION)
-    reason = None
-    if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
-        reason = "it has an encoder, or no decoder"
-    elif llama_cpp.llama_model_is_diffusion(model):
-        reason = "it writes by diffusion and not from left to right"
-    elif llama_cpp.llama_model_rope_type(model) in several:
-        reason = "it reads several positions a token (M-RoPE)"
-    if reason:
-        raise UnsupportedModelError(
-            f"{path.name} cannot take domain offsets: {reason}. Offsets need a causal language model that reads "
-            "one embedding and one position a token."
-        )
-
-
-def _make_context(path: Path, model: Any, options: LlamaCppOptions) -> Any:
-    cores = psutil.cpu_count(logical=False) or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    parameters = llama_cpp.llama_context_default_params()
-    # Rounded as llama.cpp will: it ends the process where a context or a batch is smaller than n_seq_max.
-    parameters.n_ctx = math.ceil((options.n_ctx or DEFAULT_N_CTX) / _CELLS) * _CELLS
-    parameters.n_batch = max(min(options.n_batch, parameters.n_ctx), options.n_seq_max)
-    parameters.n_ubatch = min(options.n_ubatch, options.n_batch, parameters.n_ctx)
-    parameters.n_seq_max = options.n_seq_max
-    parameters.n_threads = options.n_threads or min(cores, usable)
-    parameters.n_threads_batch = options.n_threads_batch or parameters.n_threads
-    parameters.flash_attn_type = _FLASH_ATTENTION[options.flash_attn]
-    parameters.type_k = GGMLQuantizationType[options.type_k.upper()]
-    parameters.type_v = GGMLQuantizationType[options.type_v.upper()]
-    # One pool of cells for all sequences, so that a fork shares its parent's.
-    parameters.kv_unified = True
-    parameters.no_perf = True
-    _check_memory(path, model, options, parameters.n_ctx)
-    context = llama_cpp.llama_init_from_model(model, parameters)
-    if not context:
-        reason = llama_log.complaint()
-        kind = OutOfMemoryError if "alloc" in reason else InvalidRequestError
-        raise kind(
-            f"llama.cpp cannot set up a context for {path.name} with {_sizes(options, parameters.n_ctx)}: {reason}. "
-            "Lower n_ctx or n_batch, or choose other types for the KV cache."
-        )
-    return context
-
-
-def _check_memory(path: Path, model: Any, options: LlamaCppOptions, n_ctx: int) -> None:
-    """Refuse a KV cache larger than the free memory: llama.cpp fills it at once, and the system would end us."""
-    heads, layers = llama_cpp.llama_model_n_head_kv(model), llama_cpp.llama_model_n_layer(model)
-    architecture = _metadata(model, "general.architecture")
-    width = llama_cpp.llama_model_n_embd(model) // max(llama_cpp.llama_model_n_head(model), 1)
-    needed = 0.0
-    for name, part in ((options.type_k, "key"), (options.type_v, "value")):
-        size = int(_metadata(model, f"{architecture}.attention.{part}_length") or width)
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]]
-        needed += n_ctx * layers * heads * size * block_bytes / block
-    free = psutil.virtual_memory().available
-    on_gpu = options.n_gpu_layers != 0 and llama_cpp.llama_supports_gpu_offload()
-    if needed > free and not on_gpu:
-        raise OutOfMemoryError(
-            f"the KV cache of {path.name} with {_sizes(options, n_ctx)} takes {needed / 1e9:.1f} GB, but "
-            f"{free / 1e9:.1f} GB of memory are free; lower n_ctx to at most {math.floor(n_ctx * free / needed)}"
-        )
-
-
-def _sizes(options: LlamaCppOptions, n_ctx: int) -> str:
-    return f"n_ctx={n_ctx}, n_batch={options.n_batch}, type_k={options.type_k}, type_v={options.type_v}"
-
-
-def _metadata(model: Any, key: str) -> str | None:
-    """A value of the file's metadata as text, or None where it has none."""
-    buffer = ctypes.create_string_buffer(256)
-    found = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return buffer.value.decode("utf-8", errors="replace") if found >= 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from offset_runtime.backends.base import Chunk
 from offset_runtime.bench.case import Case, Setting
@@ -42,14 +43,16 @@ def measure_prefill(case: Case, setting: Setting, runtime: OffsetRuntime) -> Rat
         finally:
             backend.free(sequence)
 
-    return measure(
-        case.name,
-        lambda: seconds(True),
-        lambda: seconds(False),
-        goal=case.goal,
-        pairs=setting.pairs,
-        progress=setting.progress,
-    )
+    # On a thread that ends: OpenMP keeps workers for every thread that computed, to the cost of the cases after it.
+    with ThreadPoolExecutor(1) as pool:
+        return measure(
+            case.name,
+            lambda: pool.submit(seconds, True).result(),
+            lambda: pool.submit(seconds, False).result(),
+            goal=case.goal,
+            pairs=setting.pairs,
+            progress=setting.progress,
+        )
 
 
 def measure_decode_step(case: Case, setting: Setting, runtime: OffsetRuntime) -> Ratio:

@@ -151,7 +151,7 @@ def _gguf(spec: ModelSpec) -> Path:
 
 def _llama_options(setting: Setting) -> dict[str, Any]:
     """What sizes and places the model, as the `llama_cpp` backend has it; `Llama` spells the options as we do."""
-    from offset_runtime.backends.llama_cpp import DEFAULT_N_CTX
+    from offset_runtime.backends.llama_model import DEFAULT_N_CTX
 
     options = setting.spec.llama_cpp
     given = options.model_dump(include={"n_batch", "n_ubatch", "n_gpu_layers", "n_threads", "n_threads_batch"})
