@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +47,13 @@ class _Sequence:
     length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
-    """The tokens `first` to `stop` of a chunk, which one call holds."""
+    """The tokens of a chunk that one call holds, and how many of its last positions' logits are asked for."""
 
     chunk: Chunk
-    first: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.first
-
-    @property
-    def wanted(self) -> int:
-        """How many of its last positions' logits are asked for."""
-        if self.chunk.logits == "all":
-            return self.size
-        return int(self.chunk.logits == "last" and self.stop == len(self.chunk.token_ids))
+    token_ids: Sequence[int]
+    wanted: int
 
 
 class LlamaCppBackend:
@@ -238,11 +229,12 @@ class LlamaCppBackend:
         call: list[_Part] = []
         room = self._batch.capacity
         for chunk in chunks:
-            first = 0
-            while first < len(chunk.token_ids):
-                call.append(_Part(chunk, first, min(len(chunk.token_ids), first + room)))
-                first = call[-1].stop
-                room -= call[-1].size
+            left = chunk.token_ids
+            while len(left):
+                token_ids, left = left[:room], left[room:]
+                wanted = len(token_ids) if chunk.logits == "all" else int(chunk.logits == "last" and not left)
+                call.append(_Part(chunk, token_ids, wanted))
+                room -= len(token_ids)
                 if room == 0:
                     yield call
                     call, room = [], self._batch.capacity
@@ -253,9 +245,10 @@ class LlamaCppBackend:
         """Run one `llama_decode` over all parts, and return the logits (n, vocabulary) that each asks for."""
         batch, at = self._batch, 0
         for part in parts:
-            state, stop = self._get(part.chunk.sequence), at + part.size
-            batch.tokens[at:stop] = part.chunk.token_ids[part.first : part.stop]
-            batch.positions[at:stop] = np.arange(state.length, state.length + part.size)
+            state, size = self._sequences[part.chunk.sequence], len(part.token_ids)
+            stop = at + size
+            batch.tokens[at:stop] = part.token_ids
+            batch.positions[at:stop] = range(state.length, state.length + size)
             batch.slots[at:stop] = state.slot
             batch.wanted[at:stop] = 0
             batch.wanted[stop - part.wanted : stop] = 1
@@ -264,12 +257,13 @@ class LlamaCppBackend:
         if status != 0:
             raise self._failure(status, at)
         for part in parts:
-            self._get(part.chunk.sequence).length += part.size
-        ends = np.cumsum([part.wanted for part in parts])
-        return np.split(self._logits(int(ends[-1])), ends[:-1])
+            self._sequences[part.chunk.sequence].length += len(part.token_ids)
+        bounds = list(accumulate((part.wanted for part in parts), initial=0))
+        logits = self._logits(bounds[-1])
+        return [logits[first:stop] for first, stop in pairwise(bounds)]
 
-    def _embeddings(self, parts: Sequence[_Part], size: int) -> npt.NDArray[np.float32] | None:
-        """The input (size, d) where a row of an offset falls on it, else None: then tokens are fed.
+    def _embeddings(self, parts: Sequence[_Part], positions: int) -> npt.NDArray[np.float32] | None:
+        """The input (positions, d) where a row of an offset falls on it, else None: then tokens are fed.
 
         A call is all tokens or all embeddings. Feeding every position as its row costs next to nothing, and saves
         the second pass over the weights that a call of their own for the offset's few rows would be.
@@ -277,16 +271,16 @@ class LlamaCppBackend:
         added = []
         at = 0
         for part in parts:
-            start = self._get(part.chunk.sequence).length
+            start, size = self._sequences[part.chunk.sequence].length, len(part.token_ids)
             for placement in part.chunk.placements:
-                first, last = max(placement.index, start), min(placement.stop, start + part.size)
+                first, last = max(placement.index, start), min(placement.stop, start + size)
                 if first < last:
                     rows = placement.offset.tensor[first - placement.index : last - placement.index]
                     added.append((at + first - start, rows))
-            at += part.size
+            at += size
         if not added:
             return None
-        embeddings = self._table.rows(self._batch.tokens[:size])
+        embeddings = self._table.rows(self._batch.tokens[:positions])
         if self._rule.row_factor != 1.0:
             embeddings *= np.float32(self._rule.row_factor)
         for place, rows in added:
@@ -298,8 +292,12 @@ class LlamaCppBackend:
         if count == 0:
             llama_cpp.llama_synchronize(self.context)
             return np.zeros((0, self._vocab_size), np.float32)
+        size = count * self._vocab_size
+        address = ctypes.addressof(llama_cpp.llama_get_logits(self.context).contents)
+        numbers: Any = (ctypes.c_float * size).from_address(address)
+        found: Logits = np.frombuffer(numbers, np.float32)
         # Copied: llama.cpp writes the next call's logits over these.
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.context), (count, self._vocab_size)).copy()
+        return found.reshape(count, self._vocab_size).copy()
 
     def _failure(self, status: int, size: int) -> Exception:
         if status == _NO_SLOT:
