@@ -101,6 +101,14 @@ class BaseModelSection(_Section):
     device: str | None = None
     llama_cpp: LlamaCppSection = LlamaCppSection()
 
+    @model_validator(mode="after")
+    def _settings_are_of_the_backend(self) -> Self:
+        if self.backend == "torch" and self.llama_cpp != LlamaCppSection():
+            raise ValueError("llama_cpp is not for backend torch; leave one of them out")
+        if self.backend == "llama_cpp" and (self.dtype or self.device):
+            raise ValueError("dtype and device are torch's; leave them out with backend llama_cpp")
+        return self
+
     def spec(self) -> ModelSpec:
         return ModelSpec(**self.model_dump())
 

@@ -106,7 +106,8 @@ def memory_line(runtime: OffsetRuntime, offsets: Mapping[str, DomainOffset | Non
     """What is in memory: one base model, whatever the number of agents, and the offsets, by agent."""
     unique = {offset.digest: offset.tensor.nbytes for offset in offsets.values() if offset is not None}
     return (
-        f"in memory: 1 base model of {runtime.backend.model_bytes() / 1e6:.0f} MB for {len(offsets)} agents, "
+        f"in memory: 1 base model of {runtime.backend.model_bytes() / 1e6:.0f} MB on {runtime.backend.name} "
+        f"for {len(offsets)} agents, "
         f"and {len(unique)} domain offsets of {sum(unique.values()) / 1e3:.0f} KB together"
     )
 

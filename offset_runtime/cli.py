@@ -206,7 +206,10 @@ def score(
     offsets = _offsets(store, [] if domain == "all" else [domain], others=domain == "all")
     with loaded(spec) as base, OffsetRuntime(base) as runtime:
         ranked = rank_domains(runtime, texts, list(offsets.values()))
-    print_json({"scores": [score.as_json() for score in ranked]}) if as_json else output().print(ranking_table(ranked))
+    if as_json:
+        print_json({"backend": base.name, "scores": [score.as_json() for score in ranked]})
+    else:
+        output().print(ranking_table(ranked, f"{model} on {base.name}"))
 
 
 @app.command("list")

@@ -69,6 +69,9 @@ class BaseIdentity(BaseModel):
         differences = []
         for field in ("architecture", "hidden_size", "vocab_size", "tokenizer_digest"):
             found, expected = getattr(offset_base, field), getattr(self, field)
+            if field == "architecture":
+                # An identity may come from a version that knew fewer names.
+                found, expected = canonical_architecture(found), canonical_architecture(expected)
             if found != expected:
                 differences.append(f"{field} {_short(found)} (this model: {_short(expected)})")
         if not differences:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def _known_backend(name: str) -> str:
     if name not in get_args(BackendName):
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(get_args(BackendName))}")
+        known = get_args(BackendName)
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}{nearest_hint(name, known)}")
     return name
 
 

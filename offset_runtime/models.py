@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from offset_runtime.backends.base import Backend
+from offset_runtime.backends.gguf_parts import GgufParts
 from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.errors import InvalidRequestError, ModelNotFoundError, OffsetError
 from offset_runtime.model_cache import cache_directory, unwritable, work_folder
@@ -20,7 +20,6 @@ from offset_runtime.packaged import PACKAGED_MODELS
 BackendName = Literal["auto", "torch", "llama_cpp", "fake"]
 
 _CONVERTED_SIZE = "4 bytes a weight"
-_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +29,9 @@ class ModelSpec(BaseModel):
 
     `base`: a packaged name (``smollm2-135m``, ``gemma3-270m``), a hub id, a folder, a .gguf file (the first
     one, where the model is split), or ``fake``. `backend`: ``auto`` is llama_cpp for a .gguf file where
-    llama-cpp-python is installed, and else torch. `dtype` and `device`: torch names, for torch; None lets it
-    choose. `llama_cpp`: for llama_cpp. ``fake`` takes all of them and needs none.
+    llama-cpp-python is installed and neither `dtype` nor `device` is given, and else torch. `dtype` and `device`:
+    torch names, for torch; None lets it choose. `llama_cpp`: for llama_cpp. ``fake`` takes all of them and needs
+    none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,14 +57,24 @@ def load_backend(spec: ModelSpec) -> Backend:
 
         return FakeBackend()
     if name == "llama_cpp":
-        from offset_runtime.backends.llama_cpp import LlamaCppBackend
-
-        return LlamaCppBackend(source, spec.llama_cpp)
+        return _load_gguf(Path(source), spec.llama_cpp)
     if isinstance(source, Path) and _is_gguf(source):
         source = converted_gguf(source)
     from offset_runtime.backends.torch import TorchBackend
 
     return TorchBackend.load(source, dtype=spec.dtype, device=spec.device)
+
+
+def _load_gguf(path: Path, options: LlamaCppOptions) -> Backend:
+    try:
+        from offset_runtime.backends.llama_cpp import LlamaCppBackend
+    # A library that does not fit the machine, or a version whose names are others.
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise OffsetError(
+            f"the installed llama-cpp-python cannot be used: {error}. Expected version 0.3.36 or newer, built for this "
+            "machine: pip install --upgrade 'offset-runtime[llama-cpp]'; or ask for the backend torch"
+        ) from error
+    return LlamaCppBackend(path, options)
 
 
 def chosen_backend(spec: ModelSpec) -> BackendName:
@@ -106,8 +116,7 @@ def converted_gguf(path: Path) -> Path:
     Raises `ModelNotFoundError` for a file that cannot be read, `InvalidRequestError` for one of several parts,
     `OffsetError` for a cache that cannot be written.
     """
-    part = _PART.fullmatch(path.name)
-    if part is not None and int(part["count"]) > 1:
+    if GgufParts.of(path).count > 1:
         raise InvalidRequestError(
             f"{path} is split into several files, which transformers does not read; install llama-cpp-python "
             "(pip install 'offset-runtime[llama-cpp]') and run it on llama_cpp, or join the files with "
@@ -127,7 +136,8 @@ def _resolved(spec: ModelSpec) -> tuple[BackendName, Path | str]:
     source = locate(spec.base)
     is_file = isinstance(source, Path) and _is_gguf(source) and source.is_file()
     installed = importlib.util.find_spec("llama_cpp") is not None
-    if spec.backend == "llama_cpp" or (spec.backend == "auto" and is_file and installed):
+    for_torch = spec.dtype is not None or spec.device is not None
+    if spec.backend == "llama_cpp" or (spec.backend == "auto" and is_file and installed and not for_torch):
         if not is_file:
             raise InvalidRequestError(f"model {spec.base!r} is {_kind(source)}; the backend llama_cpp runs .gguf files")
         if not installed:
@@ -177,14 +187,20 @@ def _kind(source: Path | str) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
+    """Whether the name says so, or, for a file of another name, its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _gguf_files(folder: Path) -> list[Path]:
     """The .gguf files of a folder that can be named: those of a split model by the first."""
     files = sorted(path for path in folder.glob("*") if _is_gguf(path) and path.is_file())
-    parts = {path: _PART.fullmatch(path.name) for path in files}
-    return [path for path, part in parts.items() if part is None or int(part["part"]) == 1]
+    return [path for path in files if GgufParts.of(path).number == 1]
 
 
 def _only_gguf(folder: Path) -> Path:
@@ -201,20 +217,17 @@ def _only_gguf(folder: Path) -> Path:
 
 def _check_parts(path: Path) -> None:
     """Refuse a later part of a split model, and the first one where others are missing."""
-    part = _PART.fullmatch(path.name)
-    if part is None:
-        return
-    count = part["count"]
-    names = [f"{part['stem']}-{number:05d}-of-{count}{path.suffix}" for number in range(1, int(count) + 1)]
-    if path.name != names[0]:
+    part = GgufParts.of(path)
+    first, *_ = parts = part.paths()
+    if path != first:
         raise InvalidRequestError(
-            f"{path} is part {int(part['part'])} of {int(count)} of a split model; name its first file, {names[0]}: "
+            f"{path} is part {part.number} of {part.count} of a split model; name its first file, {first.name}: "
             "the others are found beside it"
         )
-    missing = [name for name in names if not path.with_name(name).is_file()]
+    missing = [other.name for other in parts if not other.is_file()]
     if missing:
         raise ModelNotFoundError(
-            f"{path} is the first of {int(count)} files of a split model, but beside it these are missing: "
+            f"{path} is the first of {part.count} files of a split model, but beside it these are missing: "
             f"{', '.join(missing)}; get them too"
         )
 

@@ -74,9 +74,9 @@ def _total(scores: Sequence[Score]) -> Score:
     return Score(first.domain, first.prompt_format, sum(s.tokens for s in scores), sum(s.logprob for s in scores))
 
 
-def ranking_table(scores: Sequence[RankedScore]) -> Table:
-    """One line a domain, the likeliest first; the plain base is dim."""
-    table = Table(title="Log-likelihood in nats", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def ranking_table(scores: Sequence[RankedScore], model: str) -> Table:
+    """One line a domain, the likeliest first; the plain base is dim. `model` says which base, on which backend."""
+    table = Table(title=f"Log-likelihood in nats, {model}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", justify="right")
     table.add_column("domain", style="bold")
     table.add_column("format")

@@ -112,7 +112,10 @@ def _split(backend: Backend, example: Example, placements: Sequence[Placement | 
 
 def _feed_heads(backend: Backend, items: Sequence[_Item], heads: dict[int, SequenceId]) -> None:
     """Feed the head of each item that has one, without offset; put the sequences into `heads`, by item index."""
-    heads.update({i: backend.allocate() for i, item in enumerate(items) if item.head})
+    for i, item in enumerate(items):
+        if item.head:
+            # One by one, so that those already open are known when there is no room for the next.
+            heads[i] = backend.allocate()
     if heads:
         backend.forward([Chunk(s, items[i].fed[: items[i].head], (), "none") for i, s in heads.items()])
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+from dequantise import dequantised
 
 from offset_runtime import DomainOffset, LlamaCppOptions, ModelSpec, OffsetRuntime
 from offset_runtime.backends.base import Backend
@@ -15,7 +18,7 @@ from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.identity import BaseIdentity
-from offset_runtime.models import load_backend
+from offset_runtime.models import load_backend, locate
 from offset_runtime.offset import Anchor, PromptFormat
 
 # Threads of a matrix product wait without spinning. Where the machine has other work, two that spin make each
@@ -75,17 +78,14 @@ def smollm_torch() -> Iterator[TorchBackend]:
 
 @pytest.fixture(scope="session")
 def smollm_llama() -> Iterator[LlamaCppBackend]:
-    """The real base model on llama.cpp, loaded once a session. Use it from one thread at a time.
-
-    Computed in parts of fewer than 64 positions: from there on llama.cpp's attention on the CPU adds up in another
-    order, the products of quantised numbers turn such rounding into differences of up to 1 in a logit, and no
-    test could tell a mistake from them.
-    """
-    options = LlamaCppOptions(n_ubatch=63)
-    backend = load_backend(ModelSpec(base="smollm2-135m", backend="llama_cpp", llama_cpp=options))
-    assert isinstance(backend, LlamaCppBackend)
-    yield backend
-    backend.close()
+    """The real base model on llama.cpp, its weights in float32, loaded once a session. Use it from one thread."""
+    source = locate("smollm2-135m")
+    assert isinstance(source, Path)
+    with tempfile.TemporaryDirectory() as folder:
+        path = dequantised(source, Path(folder) / "smollm2.gguf")
+        backend = LlamaCppBackend(path, LlamaCppOptions(type_k="f32", type_v="f32"))
+        yield backend
+        backend.close()
 
 
 @pytest.fixture(scope="session", params=["torch", "llama_cpp"])

@@ -78,7 +78,7 @@ def test_only_torch_pays_for_the_import_of_transformers(tmp_path: Path) -> None:
         "from offset_runtime.backends.fake import FakeBackend\n"
         "from offset_runtime.model_options import loaded, model_spec\n"
         "importlib.util.find_spec = lambda name: object()\n"
-        "backend = SimpleNamespace(LlamaCppBackend=SimpleNamespace(load=lambda path, options: FakeBackend()))\n"
+        "backend = SimpleNamespace(LlamaCppBackend=lambda path, options: FakeBackend())\n"
         "sys.modules['offset_runtime.backends.llama_cpp'] = backend\n"
         f"with loaded(model_spec({str(model)!r})):\n"
         "    assert not {'torch', 'transformers'} & sys.modules.keys()\n"

@@ -139,7 +139,7 @@ class Installed:
             return FakeBackend()
 
         monkeypatch.setattr(importlib.util, "find_spec", find)
-        module = SimpleNamespace(LlamaCppBackend=SimpleNamespace(load=load))
+        module = SimpleNamespace(LlamaCppBackend=load)
         monkeypatch.setitem(sys.modules, "offset_runtime.backends.llama_cpp", module)
 
 
@@ -219,10 +219,15 @@ def test_llama_cpp_refuses_what_is_no_gguf_file(tmp_path: Path, folder: Path, in
 def test_llama_cpp_refuses_torchs_settings(
     setting: dict[str, Any], said: str, model_file: Path, installed: Installed
 ) -> None:
-    for backend in ("auto", "llama_cpp"):
-        with pytest.raises(InvalidRequestError, match=said):
-            load_backend(ModelSpec(base=str(model_file), backend=backend, **setting))
+    with pytest.raises(InvalidRequestError, match=said):
+        load_backend(ModelSpec(base=str(model_file), backend="llama_cpp", **setting))
     assert installed.loads == []
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("setting", [{"dtype": "float32"}, {"device": "cpu"}], ids=str)
+def test_torchs_settings_choose_torch_for_a_gguf_file(setting: dict[str, Any], model_file: Path) -> None:
+    assert chosen_backend(ModelSpec(base=str(model_file), **setting)) == "torch"
 
 
 @pytest.mark.usefixtures("never_read")

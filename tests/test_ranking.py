@@ -73,7 +73,7 @@ def test_the_table_has_a_line_a_score(runtime: OffsetRuntime) -> None:
     ranked = rank_domains(runtime, [TEXT], ["legal", "code"])
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(ranking_table(ranked))
+        console.print(ranking_table(ranked, "fake on fake"))
     shown = capture.get()
     assert "plain base" in shown
     assert f"{ranked[0].difference_per_token:+.4f}" in shown

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from offset_runtime.errors import ContextOverflowError, InvalidRequestError, PlacementError
 from offset_runtime.identity import BaseIdentity
 from offset_runtime.placement import Placement
 
@@ -51,6 +52,40 @@ class Chunk:
     token_ids: Sequence[int]
     placements: Sequence[Placement] = ()
     logits: LogitsWanted = "last"
+
+
+def check_chunks(
+    chunks: Sequence[Chunk],
+    length: Callable[[SequenceId], int],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    context_tokens: int,
+) -> None:
+    """Raise what `Backend.forward` raises for chunks that cannot be fed; `length` gives a sequence's, if it is open.
+
+    Raises `InvalidRequestError`, `PlacementError` for an offset whose rows have another size than `hidden_size`, and
+    `ContextOverflowError` for a sequence that would exceed `context_tokens`.
+    """
+    if len({chunk.sequence for chunk in chunks}) != len(chunks):
+        raise InvalidRequestError("a forward pass takes at most one chunk a sequence")
+    for chunk in chunks:
+        held, count = length(chunk.sequence), len(chunk.token_ids)
+        if count == 0:
+            raise InvalidRequestError("a chunk needs at least one token")
+        for token in chunk.token_ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(f"token id {token} is outside the vocabulary of {vocab_size} tokens")
+        for placement in chunk.placements:
+            if placement.offset.hidden_size != hidden_size:
+                raise PlacementError(
+                    f"the offset of domain {placement.offset.domain!r} has rows of {placement.offset.hidden_size} "
+                    f"numbers; the model reads {hidden_size}"
+                )
+        if held + count > context_tokens:
+            raise ContextOverflowError(
+                f"a sequence of {held} tokens + {count} more exceeds the context of {context_tokens} tokens"
+            )
 
 
 class Tokenizer(Protocol):
@@ -114,10 +149,12 @@ class Backend(Protocol):
         """Feed all chunks in one pass; at most one chunk a sequence.
 
         Returns for each chunk its next-token logits, float32 of shape (n, vocabulary): n is 0, 1 or
-        the chunk's length, as `Chunk.logits` says. On an error no sequence has changed.
+        the chunk's length, as `Chunk.logits` says. On an error no sequence has changed; where `truncate` is not
+        declared, one that has may be closed instead.
 
         Raises `InvalidRequestError` for a chunk without tokens, a token outside the vocabulary, a sequence
-        that is not open, or two chunks of one sequence.
+        that is not open, or two chunks of one sequence; `ContextOverflowError` for a sequence beyond the context;
+        `KVCacheFullError` where the state of all does not fit.
         """
 
     def fork(self, sequence: SequenceId) -> SequenceId:

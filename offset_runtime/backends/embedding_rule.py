@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from offset_runtime.placement import Placement
+
 Logits = npt.NDArray[np.float32]
 
 # Largest difference, relative to the largest logit, that rounding explains. Equal rows give equal bits; where the
@@ -32,6 +34,18 @@ class EmbeddingRule:
 
     row_factor: float
     offset_factor: float
+
+
+def add_rows(embeddings: npt.NDArray[np.float32], placement: Placement, start: int, factor: float) -> None:
+    """Add, in place, `factor` times the rows of `placement` that fall on `embeddings` (n, d).
+
+    `start` is the position of the first of `embeddings` in its sequence.
+    """
+    first = max(placement.index, start)
+    last = min(placement.stop, start + embeddings.shape[0])
+    if first < last:
+        rows = placement.offset.tensor[first - placement.index : last - placement.index]
+        embeddings[first - start : last - start] += rows * np.float32(factor)
 
 
 def find_rule(

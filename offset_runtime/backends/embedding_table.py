@@ -9,20 +9,22 @@ format's: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, dequantize
 
+from offset_runtime.backends.gguf_parts import GgufParts
 from offset_runtime.errors import ModelNotFoundError, UnsupportedModelError
 
 _TENSOR = b"token_embd.weight"
 _DEFAULT_ALIGNMENT = 32
-_PART_OF_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+# Arrays of arrays may be written, and no file has them.
+_MOST_NESTED = 4
 
 _WIDTHS = {
     GGUFValueType.UINT8: 1,
@@ -47,19 +49,14 @@ class EmbeddingTable:
     """
 
     def __init__(self, path: Path) -> None:
-        for part in _parts(path):
+        for part in GgufParts.of(path).paths():
             found = _find(part)
             if found is not None:
                 break
         else:
             raise ModelNotFoundError(f"GGUF file {path} holds no tensor {_TENSOR.decode()}; it is no language model")
-        offset, (self.width, self.size), self._type = found
-        block, block_bytes = GGML_QUANT_SIZES[self._type]
-        shape = (self.size, self.width // block * block_bytes)
-        try:
-            self._bytes = np.memmap(part, dtype=np.uint8, mode="r", offset=offset, shape=shape)
-        except ValueError as error:
-            raise _damaged(part, error) from error
+        self.width, self.size, self._type = found.width, found.rows, found.type
+        self._bytes = np.memmap(part, np.uint8, "r", found.offset, (found.rows, found.row_bytes))
         try:
             self.rows([0])
         except NotImplementedError as error:
@@ -78,26 +75,36 @@ class EmbeddingTable:
         return np.asarray(dequantize(np.asarray(self._bytes[np.asarray(token_ids)]), self._type), dtype=np.float32)
 
 
-def _parts(path: Path) -> list[Path]:
-    """The files of a model: a split one goes on in others of the same name and count."""
-    if not _PART_OF_SPLIT.search(path.name):
-        return [path]
-    stem, count = path.name[: -len("00001-of-00001.gguf")], path.name[-len("00001.gguf") :]
-    return sorted(path.parent.glob(f"{stem}[0-9][0-9][0-9][0-9][0-9]-of-{count}"))
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a table of `rows` rows of `width` numbers, `row_bytes` bytes each, lies in a file."""
+
+    offset: int
+    rows: int
+    width: int
+    row_bytes: int
+    type: GGMLQuantizationType
 
 
-def _find(path: Path) -> tuple[int, tuple[int, int], GGMLQuantizationType] | None:
-    """Place in the file, shape (width, size) and type of the table, or None where the file has none."""
+def _find(path: Path) -> _Place | None:
+    """Where the table lies, or None where the file has none."""
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return _Header(view).find(_TENSOR)
+        with path.open("rb") as stream:
+            if not path.stat().st_size:
+                raise _damaged(path, "it is empty")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                return _Header(view).find(_TENSOR)
+    except OSError as error:
+        raise ModelNotFoundError(f"cannot read GGUF file {path}: {error.strerror or error}") from error
     # A damaged header leads anywhere: to sizes beyond any file, and to types that there are not.
-    except (OSError, ValueError, KeyError, OverflowError, struct.error) as error:
+    except struct.error as error:
+        raise _damaged(path, "it ends within its header") from error
+    except (ValueError, KeyError, OverflowError) as error:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> ModelNotFoundError:
-    return ModelNotFoundError(f"cannot read GGUF file {path}: {error}. The file may be cut short; get it again.")
+def _damaged(path: Path, why: object) -> ModelNotFoundError:
+    return ModelNotFoundError(f"cannot read GGUF file {path}: {why}. It is damaged or of another kind; get it again.")
 
 
 class _Header:
@@ -108,7 +115,7 @@ class _Header:
         self._at = 0
         self._alignment = _DEFAULT_ALIGNMENT
 
-    def find(self, name: bytes) -> tuple[int, tuple[int, int], GGMLQuantizationType] | None:
+    def find(self, name: bytes) -> _Place | None:
         if self._view[:4] != b"GGUF":
             raise ValueError(f"it begins with {self._view[:4]!r}, expected b'GGUF'")
         self._at = 4
@@ -120,13 +127,21 @@ class _Header:
         found = None
         for _ in range(tensors):
             tensor, shape, kind, offset = self._tensor()
-            if tensor == name and len(shape) == 2:
-                found = offset, (shape[0], shape[1]), GGMLQuantizationType(kind)
-        if found is None:
-            return None
+            if tensor == name:
+                found = shape, GGMLQuantizationType(kind), offset
+        return None if found is None else self._place(*found)
+
+    def _place(self, shape: tuple[int, ...], kind: GGMLQuantizationType, offset: int) -> _Place:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        width, rows = shape if len(shape) == 2 else (0, 0)
+        if self._alignment < 1 or rows < 1 or width < 1 or width % block:
+            raise ValueError(f"its embedding table has shape {shape}, type {kind.name}, alignment {self._alignment}")
         # The data begin at the next multiple of the alignment behind the list of tensors.
-        start = -(-self._at // self._alignment) * self._alignment
-        return start + found[0], found[1], found[2]
+        start = -(-self._at // self._alignment) * self._alignment + offset
+        row_bytes = width // block * block_bytes
+        if start + rows * row_bytes > len(self._view):
+            raise ValueError(f"its embedding table ends at byte {start + rows * row_bytes} of {len(self._view)}")
+        return _Place(start, rows, width, row_bytes, kind)
 
     def _take(self, form: str) -> tuple[int, ...]:
         values = struct.unpack_from(form, self._view, self._at)
@@ -146,7 +161,7 @@ class _Header:
         else:
             self._skip_value(GGUFValueType(kind))
 
-    def _skip_value(self, kind: GGUFValueType) -> None:
+    def _skip_value(self, kind: GGUFValueType, depth: int = 0) -> None:
         if kind == GGUFValueType.STRING:
             self._skip_strings(1)
         elif kind == GGUFValueType.ARRAY:
@@ -154,8 +169,10 @@ class _Header:
             if item == GGUFValueType.STRING:
                 self._skip_strings(count)
             elif item == GGUFValueType.ARRAY:
+                if depth == _MOST_NESTED:
+                    raise ValueError("its metadata hold arrays nested too deep")
                 for _ in range(count):
-                    self._skip_value(GGUFValueType.ARRAY)
+                    self._skip_value(GGUFValueType.ARRAY, depth + 1)
             else:
                 self._at += _WIDTHS[GGUFValueType(item)] * count
         else:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
 
-from offset_runtime.backends.base import Capabilities, Chunk, SequenceId
-from offset_runtime.backends.embedding_rule import EmbeddingRule, find_rule
+from offset_runtime.backends.base import Capabilities, Chunk, SequenceId, check_chunks
+from offset_runtime.backends.embedding_rule import EmbeddingRule, add_rows, find_rule
 from offset_runtime.backends.embedding_table import EmbeddingTable
 from offset_runtime.backends.llama_batch import LlamaBatch
 from offset_runtime.backends.llama_log import llama_log
@@ -23,10 +23,10 @@ from offset_runtime.backends.llama_model import check_kind, load_model, make_con
 from offset_runtime.backends.llama_tokenizer import Lease, LlamaTokenizer
 from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.errors import (
-    ContextOverflowError,
     GenerationError,
     InvalidRequestError,
     KVCacheFullError,
+    OutOfMemoryError,
     UnsupportedModelError,
 )
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
@@ -35,8 +35,9 @@ Logits = npt.NDArray[np.float32]
 
 # Enough for attention and positions to show; a large model reads a few tens of tokens a second.
 _PROBE_TOKENS = 4
-# llama_decode's status where the cache has no room.
+# What llama_decode returns where the cache has no room, and where memory for the computation has none.
 _NO_SLOT = 1
+_NO_MEMORY = -2
 
 
 @dataclass(slots=True)
@@ -87,7 +88,11 @@ class LlamaCppBackend:
 
     def _set_up(self, model: Any) -> None:
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = LlamaBatch(min(self.options.n_batch, int(llama_cpp.llama_n_batch(self._context))))
+        windowed = int(llama_cpp.llama_model_n_swa(model)) > 0
+        # With a sliding window llama.cpp uses the cells of positions that left it again, at once for all the
+        # computations of a call: one takes the keys that another still reads. So there a call is one computation.
+        limit = llama_cpp.llama_n_ubatch(self._context) if windowed else llama_cpp.llama_n_batch(self._context)
+        self._batch = LlamaBatch(min(self.options.n_batch, int(limit)))
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._next_id = 0
         self._free_slots = list(range(int(llama_cpp.llama_n_seq_max(self._context))))[::-1]
@@ -108,7 +113,8 @@ class LlamaCppBackend:
             context_tokens=min(cells, trained) if trained > 0 else cells,
             kv_capacity_tokens=cells,
             max_sequences=len(self._free_slots),
-            truncate=not recurrent,
+            # What left a window is gone, and a shorter sequence would miss it.
+            truncate=not (recurrent or windowed),
         )
         # On a thread that ends: OpenMP keeps workers for every thread that ever computed, and those of two such
         # threads are more than there are cores, which makes each decode step of the engine's up to 1.7 times slower.
@@ -153,10 +159,13 @@ class LlamaCppBackend:
         return self._get(sequence).length
 
     def forward(self, chunks: Sequence[Chunk]) -> list[Logits]:
-        if len({chunk.sequence for chunk in chunks}) != len(chunks):
-            raise InvalidRequestError("a forward pass takes at most one chunk a sequence")
-        for chunk in chunks:
-            self._check(chunk)
+        check_chunks(
+            chunks,
+            self.length,
+            hidden_size=self._table.width,
+            vocab_size=self._vocab_size,
+            context_tokens=self._capabilities.context_tokens,
+        )
         found: dict[SequenceId, list[Logits]] = {chunk.sequence: [] for chunk in chunks}
         before = {chunk.sequence: self._get(chunk.sequence).length for chunk in chunks}
         try:
@@ -178,12 +187,14 @@ class LlamaCppBackend:
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
         if not self._capabilities.truncate:
-            raise InvalidRequestError("this model keeps recurrent state, which cannot be cut back; fork before instead")
+            raise InvalidRequestError(
+                "a sequence of this model, which has recurrent state or a sliding window, cannot be cut back; "
+                "fork before instead"
+            )
         state = self._get(sequence)
         if not 0 <= tokens <= state.length:
             raise InvalidRequestError(f"cannot cut a sequence of {state.length} tokens back to {tokens}")
-        llama_cpp.llama_memory_seq_rm(self._memory, state.slot, tokens, -1)
-        state.length = tokens
+        self._cut(state, tokens)
 
     def free(self, sequence: SequenceId) -> None:
         state = self._sequences.pop(sequence, None)
@@ -210,19 +221,6 @@ class LlamaCppBackend:
             return self._sequences[sequence]
         except KeyError:
             raise InvalidRequestError(f"sequence {sequence} is not open") from None
-
-    def _check(self, chunk: Chunk) -> None:
-        length, count = self._get(chunk.sequence).length, len(chunk.token_ids)
-        if count == 0:
-            raise InvalidRequestError("a chunk needs at least one token")
-        foreign = [token for token in chunk.token_ids if not 0 <= token < self._vocab_size]
-        if foreign:
-            raise InvalidRequestError(f"token id {foreign[0]} is outside the vocabulary of {self._vocab_size} tokens")
-        context = self._capabilities.context_tokens
-        if length + count > context:
-            raise ContextOverflowError(
-                f"a sequence of {length} tokens + {count} more exceeds the context of {context} tokens"
-            )
 
     def _calls(self, chunks: Sequence[Chunk]) -> Iterator[list[_Part]]:
         """Cut `chunks` to calls of at most n_batch positions."""
@@ -268,23 +266,21 @@ class LlamaCppBackend:
         A call is all tokens or all embeddings. Feeding every position as its row costs next to nothing, and saves
         the second pass over the weights that a call of their own for the offset's few rows would be.
         """
-        added = []
+        touched = []
         at = 0
         for part in parts:
             start, size = self._sequences[part.chunk.sequence].length, len(part.token_ids)
             for placement in part.chunk.placements:
-                first, last = max(placement.index, start), min(placement.stop, start + size)
-                if first < last:
-                    rows = placement.offset.tensor[first - placement.index : last - placement.index]
-                    added.append((at + first - start, rows))
+                if placement.index < start + size and placement.stop > start:
+                    touched.append((placement, at, size, start))
             at += size
-        if not added:
+        if not touched:
             return None
         embeddings = self._table.rows(self._batch.tokens[:positions])
         if self._rule.row_factor != 1.0:
             embeddings *= np.float32(self._rule.row_factor)
-        for place, rows in added:
-            embeddings[place : place + len(rows)] += rows * np.float32(self._rule.offset_factor)
+        for placement, at, size, start in touched:
+            add_rows(embeddings[at : at + size], placement, start, self._rule.offset_factor)
         return embeddings
 
     def _logits(self, count: int) -> Logits:
@@ -306,6 +302,11 @@ class LlamaCppBackend:
                 f"no room for {size} more tokens in the KV cache of {self._capabilities.kv_capacity_tokens}: "
                 f"{len(self._sequences)} sequences name {held}. Wait until one ends, or load with a higher n_ctx."
             )
+        if status == _NO_MEMORY:
+            return OutOfMemoryError(
+                f"llama.cpp has no memory to compute {size} tokens: {llama_log.complaint()}. Load with a lower "
+                "n_ubatch or n_ctx."
+            )
         return GenerationError(f"llama.cpp failed with status {status} on {size} tokens: {llama_log.complaint()}")
 
     def _restore(self, lengths: dict[SequenceId, int]) -> None:
@@ -313,11 +314,15 @@ class LlamaCppBackend:
         for sequence, length in lengths.items():
             state = self._sequences[sequence]
             if self._capabilities.truncate:
-                llama_cpp.llama_memory_seq_rm(self._memory, state.slot, length, -1)
-                state.length = length
+                self._cut(state, length)
             elif int(llama_cpp.llama_memory_seq_pos_max(self._memory, state.slot)) + 1 != length:
-                # Recurrent state cannot be cut back: rather no sequence than one that has read too much.
+                # It cannot be cut back: rather no sequence than one that has read too much.
                 self.free(sequence)
+
+    def _cut(self, state: _Sequence, tokens: int) -> None:
+        if not llama_cpp.llama_memory_seq_rm(self._memory, state.slot, tokens, -1):
+            raise GenerationError(f"llama.cpp cannot cut a sequence of {state.length} tokens back to {tokens}")
+        state.length = tokens
 
     def _prove(self, architecture: str, model: Any) -> EmbeddingRule:
         """Find out how embeddings must be fed, or raise `UnsupportedModelError`."""
@@ -331,9 +336,7 @@ class LlamaCppBackend:
         def feed(embeddings: npt.NDArray[np.float32] | None) -> Logits:
             status = batch.decode(self.context, count, embeddings)
             if status != 0:
-                raise UnsupportedModelError(
-                    f"{self.path.name} cannot be run: llama.cpp failed with status {status}: {llama_log.complaint()}"
-                )
+                raise self._failure(status, count)
             logits = self._logits(count)
             llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
             return logits

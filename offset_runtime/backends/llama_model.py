@@ -58,6 +58,8 @@ def check_kind(path: Path, model: Any) -> None:
         reason = "it writes by diffusion and not from left to right"
     elif llama_cpp.llama_model_rope_type(model) in several:
         reason = "it reads several positions a token (M-RoPE)"
+    elif llama_cpp.llama_vocab_type(llama_cpp.llama_model_get_vocab(model)) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        reason = "it holds no vocabulary"
     if reason:
         raise UnsupportedModelError(
             f"{path.name} cannot take domain offsets: {reason}. Offsets need a causal language model that reads "
@@ -65,20 +67,25 @@ def check_kind(path: Path, model: Any) -> None:
         )
 
 
+def default_threads() -> int:
+    """Threads where none are asked for, of decode and of prefill: one a physical core that this process may use."""
+    cores = psutil.cpu_count(logical=False) or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return min(cores, usable)
+
+
 def make_context(path: Path, model: Any, options: LlamaCppOptions) -> Any:
     """Return llama.cpp's pointer to a context on `model`, with one KV cache for all sequences.
 
     Raises `OutOfMemoryError` where it does not fit, and `InvalidRequestError` for options that llama.cpp refuses.
     """
-    cores = psutil.cpu_count(logical=False) or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     parameters = llama_cpp.llama_context_default_params()
     # Rounded as llama.cpp will: it ends the process where a context or a batch is smaller than n_seq_max.
     parameters.n_ctx = math.ceil((options.n_ctx or DEFAULT_N_CTX) / _CELLS) * _CELLS
     parameters.n_batch = max(min(options.n_batch, parameters.n_ctx), options.n_seq_max)
     parameters.n_ubatch = min(options.n_ubatch, options.n_batch, parameters.n_ctx)
     parameters.n_seq_max = options.n_seq_max
-    parameters.n_threads = options.n_threads or min(cores, usable)
+    parameters.n_threads = options.n_threads or default_threads()
     parameters.n_threads_batch = options.n_threads_batch or parameters.n_threads
     parameters.flash_attn_type = _FLASH_ATTENTION[options.flash_attn]
     parameters.type_k = GGMLQuantizationType[options.type_k.upper()]
@@ -113,7 +120,8 @@ def _check_memory(path: Path, model: Any, options: LlamaCppOptions, n_ctx: int) 
     if needed > free and not on_gpu:
         raise OutOfMemoryError(
             f"the KV cache of {path.name} with {_sizes(options, n_ctx)} takes {needed / 1e9:.1f} GB, but "
-            f"{free / 1e9:.1f} GB of memory are free; lower n_ctx to at most {math.floor(n_ctx * free / needed)}"
+            f"{free / 1e9:.1f} GB of memory are free; lower n_ctx to at most "
+            f"{math.floor(n_ctx * free / needed) // _CELLS * _CELLS}"
         )
 
 

@@ -58,15 +58,16 @@ class LlamaTokenizer:
     def __init__(self, model: Lease) -> None:
         self._model = model
         self._pieces: dict[int, bytes] = {}
+        self._layouts: dict[bool, Jinja2ChatFormatter] = {}
         with model.use() as pointer:
             vocab = llama_cpp.llama_model_get_vocab(pointer)
             self._bos = _token(llama_cpp.llama_vocab_bos(vocab))
             self._adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(vocab))
             count = llama_cpp.llama_vocab_n_tokens(vocab)
             self._eos = frozenset(i for i in range(count) if llama_cpp.llama_vocab_is_eog(vocab, i))
-            template = llama_cpp.llama_model_chat_template(pointer, None)
-            eos, bos = _text(vocab, llama_cpp.llama_vocab_eos(vocab)), _text(vocab, self._bos)
-        self._layouts = {ask: _layout(template, eos, bos, ask) for ask in (True, False)} if template else {}
+            self._template = llama_cpp.llama_model_chat_template(pointer, None)
+            self._eos_text = _text(vocab, llama_cpp.llama_vocab_eos(vocab))
+            self._bos_text = _text(vocab, self._bos)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -82,7 +83,7 @@ class LlamaTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._layouts)
+        return bool(self._template)
 
     def encode(self, text: str) -> list[int]:
         data = text.encode()
@@ -103,17 +104,32 @@ class LlamaTokenizer:
         return b"".join([self._piece(token) for token in token_ids]).decode("utf-8", errors="replace")
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        if not self._layouts:
+        if not self._template:
             raise PromptFormatError("this model has no chat template; continue plain text instead")
+        layout = self._layout(add_generation_prompt)
         try:
-            laid_out = self._layouts[add_generation_prompt](messages=[dict(message) for message in messages])  # type: ignore[misc]
-        # A template refuses messages by an error of the first kind, and stumbles over them with the second.
-        except (ValueError, TemplateError) as error:
+            laid_out = layout(messages=[dict(message) for message in messages])  # type: ignore[misc]
+        # A template is a program: it refuses messages by ValueError, and stumbles over them in any other way.
+        except Exception as error:
             raise PromptFormatError(
                 f"the model's chat template refuses these messages: {error}. Roles found: "
                 f"{', '.join(str(message.get('role')) for message in messages)}; change their order or roles."
             ) from error
         return str(laid_out.prompt)
+
+    def _layout(self, add_generation_prompt: bool) -> Jinja2ChatFormatter:
+        """The template, read at its first use: a model whose template is broken can still continue plain text."""
+        if add_generation_prompt not in self._layouts:
+            try:
+                self._layouts[add_generation_prompt] = Jinja2ChatFormatter(
+                    self._template.decode(), self._eos_text, self._bos_text, add_generation_prompt
+                )
+            except (TemplateError, UnicodeDecodeError) as error:
+                raise PromptFormatError(
+                    f"the chat template in the GGUF file is no valid Jinja template: {error}; continue plain text, "
+                    "or use a file with a working template"
+                ) from error
+        return self._layouts[add_generation_prompt]
 
     def _piece(self, token: int) -> bytes:
         piece = self._pieces.get(token)
@@ -122,13 +138,6 @@ class LlamaTokenizer:
                 piece = _piece(llama_cpp.llama_model_get_vocab(pointer), token)
             self._pieces[token] = piece
         return piece
-
-
-def _layout(template: bytes, eos: str, bos: str, ask: bool) -> Jinja2ChatFormatter:
-    try:
-        return Jinja2ChatFormatter(template.decode(), eos_token=eos, bos_token=bos, add_generation_prompt=ask)
-    except TemplateError as error:
-        raise PromptFormatError(f"the chat template in the GGUF file is no valid Jinja template: {error}") from error
 
 
 def _piece(vocab: Any, token: int) -> bytes:

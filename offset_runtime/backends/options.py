@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 KVType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
+# llama.cpp counts in 32 bits, and a larger number would silently become a small one.
+_MOST = 2**31 - 1024
+
+
 class LlamaCppOptions(BaseModel):
     """How llama.cpp runs a GGUF file. The names are llama-cpp-python's.
 
@@ -23,13 +27,13 @@ class LlamaCppOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    n_ctx: int | None = Field(default=None, ge=1)
-    n_batch: int = Field(default=2048, ge=1)
-    n_ubatch: int = Field(default=512, ge=1)
+    n_ctx: int | None = Field(default=None, ge=1, le=_MOST)
+    n_batch: int = Field(default=2048, ge=1, le=_MOST)
+    n_ubatch: int = Field(default=512, ge=1, le=_MOST)
     n_seq_max: int = Field(default=64, ge=1, le=256)
-    n_threads: int | None = Field(default=None, ge=1)
-    n_threads_batch: int | None = Field(default=None, ge=1)
-    n_gpu_layers: int = Field(default=-1, ge=-1)
+    n_threads: int | None = Field(default=None, ge=1, le=512)
+    n_threads_batch: int | None = Field(default=None, ge=1, le=512)
+    n_gpu_layers: int = Field(default=-1, ge=-1, le=_MOST)
     flash_attn: bool | None = None
     type_k: KVType = "f16"
     type_v: KVType = "f16"

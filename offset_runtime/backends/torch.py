@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from offset_runtime.backends import packed
-from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, check_chunks
 from offset_runtime.backends.executors import Executor, Feed, PackedExecutor, RecurrentExecutor
 from offset_runtime.errors import (
-    ContextOverflowError,
     InvalidRequestError,
     ModelNotFoundError,
     PromptFormatError,
@@ -175,8 +174,13 @@ class TorchBackend:
     def forward(self, chunks: Sequence[Chunk]) -> list[npt.NDArray[np.float32]]:
         if not chunks:
             return []
-        if len({chunk.sequence for chunk in chunks}) != len(chunks):
-            raise InvalidRequestError("a forward pass takes at most one chunk a sequence")
+        check_chunks(
+            chunks,
+            self.length,
+            hidden_size=self._identity.hidden_size,
+            vocab_size=self._identity.vocab_size,
+            context_tokens=self._capabilities.context_tokens,
+        )
         with torch.inference_mode():
             feeds = [self._feed(chunk) for chunk in chunks]
             logits, states = self.executor.run(feeds)
@@ -229,13 +233,6 @@ class TorchBackend:
     def _feed(self, chunk: Chunk) -> Feed:
         state = self.state(chunk.sequence)
         count = len(chunk.token_ids)
-        if count == 0:
-            raise InvalidRequestError("a chunk needs at least one token")
-        context = self._capabilities.context_tokens
-        if state.length + count > context:
-            raise ContextOverflowError(
-                f"a sequence of {state.length} tokens + {count} more exceeds the context of {context} tokens"
-            )
         embeddings = self.embed(chunk.token_ids)
         for placement in chunk.placements:
             add_rows(embeddings, placement, state.length)

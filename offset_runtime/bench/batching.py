@@ -12,6 +12,7 @@ from offset_runtime.backends.base import Chunk
 from offset_runtime.bench.case import Case, Setting
 from offset_runtime.bench.pairs import Ratio, measure
 from offset_runtime.bench.workload import (
+    GROUP,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Group,
@@ -23,8 +24,6 @@ from offset_runtime.bench.workload import (
 )
 from offset_runtime.errors import GenerationError
 from offset_runtime.runtime import OffsetRuntime
-
-GROUP = 8
 
 
 def measure_batch(case: Case, setting: Setting, runtime: OffsetRuntime) -> Ratio:
@@ -69,16 +68,16 @@ def measure_own_loop(sequences: int, case: Case, setting: Setting, runtime: Offs
     chosen = [completion.token_ids for completion in own_loop().completions]
     steps = len(chosen[0]) - 1
 
-    def bare_loop() -> float:
+    def alone() -> float:
         # Each side on a thread of its own that ends: OpenMP keeps workers for every thread that computes, and two
         # sets of them would slow both sides down.
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(_bare_loop, backend, prompts, chosen).result()
+            return pool.submit(bare_loop_s, backend, prompts, chosen).result()
 
     return measure(
         case.name,
         lambda: own_loop().decode_s / steps,
-        lambda: bare_loop() / steps,
+        lambda: alone() / steps,
         goal=case.goal,
         pairs=setting.pairs,
         progress=setting.progress,
@@ -89,19 +88,20 @@ own_loop_1 = partial(measure_own_loop, 1)
 own_loop_8 = partial(measure_own_loop, GROUP)
 
 
-def _bare_loop(backend: Any, prompts: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]]) -> float:
+def bare_loop_s(backend: Any, prompts: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]]) -> float:
     """Seconds that llama.cpp takes to decode `chosen` behind `prompts`, one token of each sequence a step."""
     sequences = [backend.allocate() for _ in prompts]
     try:
         backend.forward([Chunk(sequence, ids) for sequence, ids in zip(sequences, prompts, strict=True)])
         slots = [backend.slot(sequence) for sequence in sequences]
-        return _decode_s(backend.context, slots, [len(ids) for ids in prompts], chosen)
+        return bare_decode_s(backend.context, slots, [len(ids) for ids in prompts], chosen)
     finally:
         for sequence in sequences:
             backend.free(sequence)
 
 
-def _decode_s(context: Any, slots: Sequence[int], starts: Sequence[int], chosen: Sequence[Sequence[int]]) -> float:
+def bare_decode_s(context: Any, slots: Sequence[int], starts: Sequence[int], chosen: Sequence[Sequence[int]]) -> float:
+    """Seconds of `llama_decode` alone: `chosen[i]` goes to slot `slots[i]`, from position `starts[i]` on."""
     import llama_cpp
 
     batch = llama_cpp.llama_batch_init(len(slots), 0, 1)

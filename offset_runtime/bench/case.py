@@ -14,7 +14,7 @@ REAL_BACKENDS = BACKENDS - {"fake"}
 
 
 class LeftOutError(Exception):
-    """A case that cannot be measured here; the message is the reason. Never reaches the user as an error."""
+    """A case that does not apply here; the message is the reason. Never reaches the user as an error."""
 
 
 @dataclass(frozen=True, slots=True)

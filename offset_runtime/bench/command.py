@@ -10,7 +10,7 @@ from offset_runtime.bench.case import Setting
 from offset_runtime.bench.cases import CASES, select
 from offset_runtime.bench.pairs import MIN_PAIRS
 from offset_runtime.bench.report import tables
-from offset_runtime.bench.runner import run_cases
+from offset_runtime.bench.runner import BenchReport, run_cases
 from offset_runtime.model_options import (
     BackendOption,
     DeviceOption,
@@ -37,7 +37,9 @@ def bench(
     model: ModelOption,
     only: OnlyOption = None,
     pairs: Annotated[int, typer.Option(min=MIN_PAIRS, help="Paired rounds of each timed ratio.")] = MIN_PAIRS,
-    check: Annotated[bool, typer.Option("--check", help="Exit code 1 if a ratio that is no noise misses.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 if a ratio surely misses, or a case fails.")
+    ] = False,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     llama_cpp: LlamaCppOption = None,
@@ -52,7 +54,16 @@ def bench(
     setting = Setting(spec, chosen_backend(spec), pairs)
     report = run_cases(cases, setting, load=loaded, watch=lambda: progress_bar("measuring"))
     print_json(report.as_json()) if as_json else output().print(tables(report))
-    if check and report.missed:
-        for ratio in report.missed:
-            print_error(f"{ratio.name} is {ratio.value:.3g}; its goal is {ratio.goal}", kind="missed")
+    if check and not _passes(report):
         raise typer.Exit(EXIT_INTERNAL)
+
+
+def _passes(report: BenchReport) -> bool:
+    """Say what is wrong with `report` on standard error, and return whether nothing is."""
+    for ratio in report.missed:
+        print_error(f"{ratio.name} is {ratio.value:.3g}; its goal is {ratio.goal}", kind="missed")
+    for item in report.failed:
+        print_error(f"{item.name}: {item.reason}", kind="failed")
+    if not report.ratios:
+        print_error("nothing was measured, so no goal was checked; the reasons are in the report", kind="failed")
+    return bool(report.ratios) and not report.missed and not report.failed

@@ -9,6 +9,7 @@ from offset_runtime.backends.base import Chunk
 from offset_runtime.bench.case import Case, Setting
 from offset_runtime.bench.pairs import Ratio, measure
 from offset_runtime.bench.workload import (
+    GROUP,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     check_room,
@@ -23,7 +24,6 @@ from offset_runtime.placement import place
 from offset_runtime.runtime import OffsetRuntime
 
 PREFILL_TOKENS = 256
-GROUP = 8
 
 
 def measure_prefill(case: Case, setting: Setting, runtime: OffsetRuntime) -> Ratio:

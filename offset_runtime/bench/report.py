@@ -15,6 +15,9 @@ _NOISE = (
     f"noise: A / A lies outside {QUIET[0]}…{QUIET[1]}, so the machine was too busy for the value to count; "
     "measure again"
 )
+_UNDECIDED = "undecided: the goal lies within the 95 % interval of the value; measure more pairs"
+# Columns whose words go below each other, so that the table fits 80 columns.
+_NARROW = {"verdict": 9, "A / A": 5}
 
 
 def tables(report: BenchReport) -> Group:
@@ -24,43 +27,59 @@ def tables(report: BenchReport) -> Group:
         parts.append(_ratio_table(report))
     what = {case.name: case.what for case in report.cases}
     for ratio in report.ratios:
-        parts.append(_line(ratio.name, "; ".join(filter(None, [what[ratio.name], ratio.note]))))
+        parts.append(_line(ratio.name, "; ".join(filter(None, [what[ratio.name], _sides(ratio), ratio.note]))))
     if any(ratio.noise for ratio in report.ratios):
         parts.append(Text(_NOISE, style="yellow"))
+    if any(_undecided(ratio) and not ratio.noise for ratio in report.ratios):
+        parts.append(Text(_UNDECIDED, style="dim"))
     for item in report.left_out:
-        parts.append(_line(item.name, f"left out: {item.reason}"))
+        word, style = ("failed", "red") if item.failed else ("left out", "dim")
+        parts.append(_line(item.name, f"{word}: {item.reason}", style))
     return Group(*parts)
 
 
-def _line(name: str, text: str) -> Text:
-    return Text.assemble((name, "bold"), ": ", (text, "dim"))
+def _line(name: str, text: str, style: str = "dim") -> Text:
+    return Text.assemble((name, "bold"), ": ", (text, style))
 
 
 def _ratio_table(report: BenchReport) -> Table:
     # Without vertical lines it fits a terminal of 80 columns, as the tables of an evaluation do.
     title = f"{report.model} on {report.backend}: medians of A / B in paired rounds"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("name", style="bold", overflow="fold")
-    for heading in ("value", "goal", "A / A", "pairs", "A, B"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("value", "95 %", "goal", "verdict", "A / A", "pairs"):
+        narrow = _NARROW.get(heading)
+        table.add_column(heading, justify="right", no_wrap=narrow is None, max_width=narrow)
     for ratio in report.ratios:
-        cells = (_value(ratio), _goal(ratio), _control(ratio), str(ratio.pairs), _sides(ratio))
+        interval = "…".join(_number(bound) for bound in ratio.interval)
+        cells = (_value(ratio), interval, _goal(ratio), _verdict(ratio), _control(ratio), str(ratio.pairs))
         table.add_row(ratio.name, *cells)
     return table
 
 
 def _value(ratio: Ratio) -> Text:
-    style = {True: "green", False: "red", None: ""}[ratio.within_goal]
-    return Text(_number(ratio.value), style="yellow" if ratio.noise else style)
+    return Text(_number(ratio.value), style="yellow" if ratio.noise else _style(ratio) if ratio.decided else "")
 
 
 def _goal(ratio: Ratio) -> Text:
     if ratio.goal is None:
         return Text(_DASH, style="dim")
-    sign = "≥" if ratio.higher_is_better else "≤"
+    return Text(f"{'≥' if ratio.higher_is_better else '≤'} {ratio.goal:g}")
+
+
+def _verdict(ratio: Ratio) -> Text:
+    if ratio.goal is None:
+        return Text(_DASH, style="dim")
     word = "met" if ratio.within_goal else "missed"
-    style = "yellow" if ratio.noise else "green" if ratio.within_goal else "red"
-    return Text(f"{sign} {ratio.goal:g} {word}", style=style)
+    return Text(f"{word}, undecided", style="dim") if _undecided(ratio) else Text(word, style=_style(ratio))
+
+
+def _undecided(ratio: Ratio) -> bool:
+    return ratio.goal is not None and not ratio.decided
+
+
+def _style(ratio: Ratio) -> str:
+    return "green" if ratio.within_goal else "red"
 
 
 def _control(ratio: Ratio) -> Text:
@@ -72,7 +91,7 @@ def _sides(ratio: Ratio) -> str:
     a, b = quantity(ratio.a, ratio.unit), quantity(ratio.b, ratio.unit)
     number, unit = a.split()
     # A unit that both have is said once.
-    return f"{number if unit == b.split()[1] else a}, {b}"
+    return f"{number if unit == b.split()[1] else a} / {b}"
 
 
 def _number(value: float) -> str:

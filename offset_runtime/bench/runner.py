@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from offset_runtime.backends.base import Backend
 from offset_runtime.bench.case import Case, LeftOutError, Setting
-from offset_runtime.bench.pairs import Ratio
+from offset_runtime.bench.pairs import MeasurementError, Ratio
 from offset_runtime.errors import OffsetError
 from offset_runtime.models import ModelSpec
 from offset_runtime.runtime import OffsetRuntime
@@ -23,10 +23,11 @@ Load = Callable[[ModelSpec], AbstractContextManager[Backend]]
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A case that was not measured, and why."""
+    """A case that was not measured, and why. `failed`: it applies here, and went wrong."""
 
     name: str
     reason: str
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,13 @@ class BenchReport:
 
     @property
     def missed(self) -> tuple[Ratio, ...]:
-        """Ratios that miss their goal by a measurement that is no noise."""
-        return tuple(ratio for ratio in self.ratios if ratio.within_goal is False and not ratio.noise)
+        """Ratios that surely miss their goal."""
+        return tuple(ratio for ratio in self.ratios if ratio.within_goal is False and ratio.decided)
+
+    @property
+    def failed(self) -> tuple[LeftOut, ...]:
+        """The cases that went wrong."""
+        return tuple(item for item in self.left_out if item.failed)
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -59,17 +65,17 @@ class BenchReport:
             "model": self.model,
             "backend": self.backend,
             "ratios": [ratio.as_json() for ratio in self.ratios],
-            "left_out": [{"name": item.name, "reason": item.reason} for item in self.left_out],
+            "left_out": [asdict(item) for item in self.left_out],
         }
 
 
 def run_cases(cases: Sequence[Case], setting: Setting, *, load: Load, watch: Watch) -> BenchReport:
     """Measure `cases`: first those on the model, loaded once by `load`, then, after it is released, the others.
 
-    A case that cannot be measured here is left out with its reason. `watch` opens a display of progress; it is
+    A case that does not apply here, or fails, is left out with its reason. `watch` opens a display of progress; it is
     not open while the model loads. Raises what `load` raises.
     """
-    found = {case.name: _unfit(case, setting) for case in cases}
+    found: dict[str, Ratio | LeftOut | None] = {case.name: _unfit(case, setting) for case in cases}
     on_model = [case for case in cases if case.on_model and found[case.name] is None]
     if on_model:
         with load(setting.spec) as backend, OffsetRuntime(backend) as runtime, watch() as update:
@@ -81,7 +87,7 @@ def run_cases(cases: Sequence[Case], setting: Setting, *, load: Load, watch: Wat
     return BenchReport(setting.spec.base, setting.backend, tuple(cases), results)
 
 
-def _unfit(case: Case, setting: Setting) -> Ratio | LeftOut | None:
+def _unfit(case: Case, setting: Setting) -> LeftOut | None:
     try:
         case.check_backend(setting.backend)
     except LeftOutError as error:
@@ -100,5 +106,7 @@ def _measure_each(
             elif case.in_processes is not None:
                 yield case.name, case.in_processes(case, watched)
         # A model that cannot do one thing, such as hold 8 sequences, can still be measured at others.
-        except (LeftOutError, OffsetError) as error:
+        except LeftOutError as error:
             yield case.name, LeftOut(case.name, str(error))
+        except (MeasurementError, OffsetError) as error:
+            yield case.name, LeftOut(case.name, str(error), failed=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from offset_runtime.backends import embedding_rule
 from offset_runtime.backends.base import Backend
 from offset_runtime.bench.case import Case, LeftOutError, Setting
 from offset_runtime.bench.pairs import Ratio, measure
@@ -35,14 +36,20 @@ _NOTE = (
 def measure_domain_switch(case: Case, setting: Setting, runtime: OffsetRuntime) -> Ratio:
     """Seconds of choosing another of 8 domains for a request, and of choosing another of 8 LoRA adapters."""
     adapted = _with_adapters(setting.spec, runtime.backend)
-    ratio = measure(
-        case.name,
-        _domain_switches(runtime),
-        lambda: _adapter_switch_s(adapted),
-        goal=case.goal,
-        pairs=setting.pairs,
-        progress=setting.progress,
-    )
+    # A runtime for this case alone: the caller's shall not keep its domains.
+    own = OffsetRuntime(runtime.backend)
+    try:
+        ratio = measure(
+            case.name,
+            _domain_switches(own),
+            lambda: _adapter_switch_s(adapted),
+            goal=case.goal,
+            pairs=setting.pairs,
+            progress=setting.progress,
+        )
+    finally:
+        # Its engine alone, since the model is the caller's.
+        own.engine.close()
     return replace(ratio, note=_NOTE)
 
 
@@ -66,12 +73,11 @@ def _domain_switches(runtime: OffsetRuntime) -> Callable[[], float]:
 
 def _adder(backend: Backend) -> Callable[[Placement], None]:
     """Return what the backend does with the rows of a placement in one chunk."""
-    if backend.name == "torch":
-        import torch
+    import torch
 
-        from offset_runtime.backends.torch import TorchBackend, add_rows
+    from offset_runtime.backends.torch import TorchBackend, add_rows
 
-        assert isinstance(backend, TorchBackend)
+    if isinstance(backend, TorchBackend):
         with torch.inference_mode():
             embeddings = backend.embed(prompt(backend.tokenizer, PROMPT_TOKENS))
 
@@ -85,7 +91,7 @@ def _adder(backend: Backend) -> Callable[[Placement], None]:
     rows = np.zeros((PROMPT_TOKENS, backend.identity.hidden_size), np.float32)
 
     def add_to_array(placement: Placement) -> None:
-        rows[placement.index : placement.stop] += placement.offset.tensor[: placement.rows] * np.float32(1)
+        embedding_rule.add_rows(rows, placement, 0, 1.0)
 
     return add_to_array
 
@@ -115,14 +121,16 @@ def _with_adapters(spec: ModelSpec, backend: Backend) -> Any:
 
 
 def _torch_model(spec: ModelSpec, backend: Backend) -> Any:
-    if backend.name == "torch":
-        # PEFT replaces layers in place; this copy shares only the weights, so the backend's own stays as it is.
-        model: Any = getattr(backend, "model")  # noqa: B009  # not in the protocol
-        shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-        return copy.deepcopy(model, shared)
     import torch
     from transformers import AutoModelForCausalLM
 
+    from offset_runtime.backends.torch import TorchBackend
+
+    if isinstance(backend, TorchBackend):
+        # PEFT replaces layers in place; this copy shares only the weights, so the backend's own stays as it is.
+        model = backend.model
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        return copy.deepcopy(model, shared)
     source = locate(spec.base)
     if not isinstance(source, Path):
         raise LeftOutError(f"needs the model's weights in torch, and {spec.base!r} is no file here")

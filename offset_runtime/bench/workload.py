@@ -22,11 +22,14 @@ from offset_runtime.request import Completion, Delta, Event, Request
 from offset_runtime.sampling import SamplingParams
 
 ROWS = 8
+# Requests, and domains, of the cases that run several at once.
+GROUP = 8
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 32
 
+SENTENCE = "The harbour lies at the mouth of the river, where the old road from the hills comes down to the sea."
 _PARAGRAPH = (
-    "The harbour lies at the mouth of the river, where the old road from the hills comes down to the sea. In spring "
+    f"{SENTENCE} In spring "
     "the boats go out before it is light and come home with the tide. On the quay there is a market every Saturday, "
     "and people walk over from the villages to buy fish, bread and news. The school stands behind the church, and "
     "from its upper windows the children see the ferry long before anyone else does. When the fog is thick the "

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp
+from dequantise import dequantised
 
 from offset_runtime import DomainOffset, LlamaCppOptions, SamplingParams
 from offset_runtime.backends import conformance
 from offset_runtime.backends.base import Chunk
 from offset_runtime.backends.conformance import BEHAVIOURS
+from offset_runtime.backends.embedding_table import EmbeddingTable
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
 from offset_runtime.models import locate
 from offset_runtime.placement import Placement
@@ -43,14 +44,10 @@ def gemma(path: Path) -> Iterator[LlamaCppBackend]:
 
 @pytest.fixture(scope="module")
 def exact_gemma(path: Path) -> Iterator[LlamaCppBackend]:
-    """The same weights de-quantised: products of quantised numbers depend on the shape of a batch, by more than
-    what the suite looks for."""
+    """The same weights in float32."""
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "gemma.gguf"
-        parameters = llama_cpp.llama_model_quantize_default_params()
-        parameters.ftype, parameters.allow_requantize = llama_cpp.LLAMA_FTYPE_ALL_F32, True
-        assert llama_cpp.llama_model_quantize(bytes(path), bytes(target), parameters) == 0
-        backend = LlamaCppBackend(target, LlamaCppOptions(n_ctx=1024, n_ubatch=63, type_k="f32", type_v="f32"))
+        target = dequantised(path, Path(folder) / "gemma.gguf")
+        backend = LlamaCppBackend(target, LlamaCppOptions(n_ctx=1024, type_k="f32", type_v="f32"))
         yield backend
         backend.close()
 
@@ -71,7 +68,7 @@ def test_the_offset_is_added_to_the_scaled_row(gemma: LlamaCppBackend) -> None:
     ids = gemma.tokenizer.encode("The capital of France is Rome and the capital of")
     other = [*ids[:AT], *gemma.tokenizer.encode(" Berlin"), *ids[AT + 1 :]]
     assert len(other) == len(ids)
-    rows = gemma._table.rows([other[AT], ids[AT]]) * np.float32(640**0.5)
+    rows = EmbeddingTable(gemma.path).rows([other[AT], ids[AT]]) * np.float32(640**0.5)
     offset = DomainOffset("swap", (rows[0] - rows[1])[None], "sequence", "raw", gemma.identity)
     expected = logits(gemma, other, None)
     plain = logits(gemma, ids, None)

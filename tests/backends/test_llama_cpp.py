@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,6 +50,11 @@ def llama_backends(tiny_gguf: TinyGguf) -> LlamaBackends:
     return backend
 
 
+def torch_twin(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> TorchBackend:
+    # A copy, since the backend changes how its model computes attention.
+    return TorchBackend(copy.deepcopy(model), tokenizer)
+
+
 def logits(backend: Backend, ids: list[int], offset: DomainOffset | None) -> np.ndarray:
     sequence = backend.allocate()
     placements = () if offset is None else (place(offset, len(ids)),)
@@ -73,13 +80,14 @@ def test_an_offset_comes_to_the_logits_that_torch_gives(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
     make_offset: Callable[..., DomainOffset],
 ) -> None:
-    twin = TorchBackend(tiny_gguf_model(architecture), make_tokenizer(chat=True))
+    twin = torch_twin(tiny_gguf_model(architecture), make_tokenizer(chat=True))
     ids = [int(i) for i in np.random.default_rng(1).integers(10, 280, 20)]
     offset = make_offset(twin.identity, positions=4, anchor=anchor, scale=1.0)
     expected, plain = logits(twin, ids, offset), logits(twin, ids, None)
     largest = float(np.abs(expected).max())
     found = logits(llama_backends(architecture), ids, offset)
-    assert float(np.abs(found - expected).max()) < HALF_PRECISION * largest
+    rounding = HALF_PRECISION if "gemma" in architecture else 1e-5
+    assert float(np.abs(found - expected).max()) < rounding * largest
     assert float(np.abs(plain - expected).max()) > 100 * HALF_PRECISION * largest
 
 
@@ -90,7 +98,7 @@ def test_an_offset_trained_on_torch_is_accepted(
     tiny_gguf_model: Callable[[str], PreTrainedModel],
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
-    twin = TorchBackend(tiny_gguf_model(architecture), make_tokenizer(chat=True))
+    twin = torch_twin(tiny_gguf_model(architecture), make_tokenizer(chat=True))
     llama_backends(architecture).identity.check(twin.identity, domain="x")
 
 
@@ -124,9 +132,52 @@ def test_contract_under_other_options(options: dict[str, object], behaviour: str
     backend.close()
 
 
-def test_recurrent_state_is_not_declared_to_be_cut_back(llama_backends: LlamaBackends) -> None:
-    assert not llama_backends("mamba").capabilities.truncate
-    assert llama_backends("llama").capabilities.truncate
+def test_state_that_cannot_be_cut_back_is_not_declared_to(llama_backends: LlamaBackends) -> None:
+    declared = {a: llama_backends(a).capabilities.truncate for a in ("llama", "qwen3", "mamba", "gemma2", "gemma3")}
+    assert declared == {"llama": True, "qwen3": True, "mamba": False, "gemma2": False, "gemma3": False}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba"])
+def test_a_crowded_cache_gives_what_an_empty_one_gives(architecture: str, tiny_gguf: TinyGguf) -> None:
+    """A random walk: sequences come, grow by parts longer than one computation, fork and go, in a cache nearly full.
+
+    llama.cpp uses cells again that left a sliding window; where a call was several computations, an early one
+    missed keys that a later one had taken.
+    """
+    crowded = LlamaCppBackend(tiny_gguf(architecture), EXACT.model_copy(update={"n_ubatch": 16, "n_seq_max": 8}))
+    fresh = LlamaCppBackend(tiny_gguf(architecture), EXACT)
+    chooser, texts, wrong = random.Random(3), {}, 0.0
+    for _ in range(1200):
+        act = chooser.random()
+        if act < 0.35 and len(texts) < 8:
+            texts[crowded.allocate()] = []
+        elif act < 0.4 and texts and len(texts) < 8:
+            parent = chooser.choice(list(texts))
+            texts[crowded.fork(parent)] = list(texts[parent])
+        elif act < 0.6 and texts:
+            gone = chooser.choice(list(texts))
+            crowded.free(gone)
+            del texts[gone]
+        else:
+            wrong = max(wrong, grow(crowded, fresh, texts, chooser))
+    crowded.close()
+    fresh.close()
+    assert wrong < 5e-3
+
+
+def grow(crowded: Backend, fresh: Backend, texts: dict[int, list[int]], chooser: random.Random) -> float:
+    """Feed some sequences more, and return how far their logits are from those of a cold run."""
+    chunks = []
+    for sequence in chooser.sample(list(texts), chooser.randint(0, len(texts))):
+        count = min(chooser.choice([1, 1, 2, 7, 40]), 120 - len(texts[sequence]))
+        if count > 0 and sum(len(text) for text in texts.values()) + count < 450:
+            chunks.append(Chunk(sequence, [chooser.randrange(10, 280) for _ in range(count)]))
+            texts[sequence].extend(chunks[-1].token_ids)
+    wrong = 0.0
+    for chunk, [row] in zip(chunks, crowded.forward(chunks), strict=True):
+        expected = logits(fresh, texts[chunk.sequence], None)[-1]
+        wrong = max(wrong, float(np.abs(row[:280] - expected).max() / np.abs(expected).max()))
+    return wrong
 
 
 def test_a_kv_cache_of_a_smaller_type_takes_less_memory(tiny_gguf: TinyGguf) -> None:

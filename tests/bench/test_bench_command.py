@@ -10,13 +10,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from offset_runtime.bench import command
-from offset_runtime.bench.cases import CASES, select
+from offset_runtime.bench.cases import CASES
 from offset_runtime.bench.pairs import Ratio
 from offset_runtime.bench.report import quantity, tables
 from offset_runtime.bench.runner import BenchReport, LeftOut
 from offset_runtime.cli import app
 
-RATIO = Ratio("prefill", 1.013, 1.02, False, 0.999, 15, "s", 0.52, 0.51)
+RATIO = Ratio("prefill", 1.013, (1.011, 1.016), (), 1.02, False, 0.999, 15, "s", 0.52, 0.51)
 
 
 def run(*arguments: object) -> Result:
@@ -28,6 +28,11 @@ def shown(*results: Ratio | LeftOut) -> str:
     with console.capture() as capture:
         console.print(tables(BenchReport("smollm2-135m", "llama_cpp", CASES, results)))
     return capture.get()
+
+
+def row(text: str) -> list[str]:
+    """The cells of `prefill` in a table."""
+    return next(line.split() for line in text.splitlines() if line.strip().startswith("prefill "))
 
 
 def test_json_is_one_object_with_ratios_and_what_was_left_out() -> None:
@@ -62,38 +67,75 @@ def test_a_users_error_ends_with_exit_code_2_and_says_what_to_do(arguments: tupl
     assert "Traceback" not in result.output
 
 
-def test_check_exits_with_1_and_names_the_ratio_that_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    missed = replace(RATIO, value=1.5)
-    report = BenchReport("fake", "fake", select(["prefill"]), (missed,))
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([replace(RATIO, value=1.5, interval=(1.4, 1.6))], "missed: prefill is 1.5; its goal is 1.02"),
+        ([RATIO, LeftOut("decode_step", "the model broke", failed=True)], "failed: decode_step: the model broke"),
+        ([LeftOut("prefill", "needs a context of 256 tokens")], "failed: nothing was measured"),
+    ],
+)
+def test_check_exits_with_1_and_says_why(
+    results: list[Ratio | LeftOut], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = BenchReport("fake", "fake", CASES, tuple(results))
     monkeypatch.setattr(command, "run_cases", lambda *arguments, **options: report)
     assert run("-m", "fake").exit_code == 0
     result = run("-m", "fake", "--check")
     assert result.exit_code == 1
-    assert "missed: prefill is 1.5; its goal is 1.02" in result.stderr
+    assert said in result.stderr
 
 
-def test_the_table_says_value_goal_control_pairs_and_both_sides_with_their_unit() -> None:
+def test_check_passes_a_miss_that_is_not_decided_and_a_case_that_does_not_apply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    undecided = replace(RATIO, value=1.03, interval=(1.01, 1.05))
+    report = BenchReport("fake", "fake", CASES, (undecided, LeftOut("own_loop_1", "applies to backend llama_cpp")))
+    monkeypatch.setattr(command, "run_cases", lambda *arguments, **options: report)
+    result = run("-m", "fake", "--check")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_the_table_says_value_interval_goal_verdict_control_and_pairs_and_below_it_both_sides() -> None:
     text = shown(RATIO)
-    row = next(line for line in text.splitlines() if line.strip().startswith("prefill "))
-    assert row.split() == ["prefill", "1.013", "≤", "1.02", "met", "0.999", "15", "520,", "510", "ms"]
-    assert "prefill: 256 tokens with an offset / without" in text
+    assert row(text) == ["prefill", "1.013", "1.011…1.016", "≤", "1.02", "met", "0.999", "15"]
+    assert "prefill: 256 tokens with an offset / without; 520 / 510 ms" in text
+    assert "undecided" not in text
     assert "noise" not in text
 
 
 def test_the_table_tells_a_missed_goal_and_noise() -> None:
-    text = shown(replace(RATIO, value=1.3, a_a=1.07))
-    assert "≤ 1.02 missed" in text
-    assert "1.070 noise" in text
+    missed = replace(RATIO, value=1.3, interval=(1.2, 1.4))
+    assert row(shown(missed))[-3:] == ["missed", "0.999", "15"]
+    text = shown(replace(missed, a_a=1.07))
+    assert row(text)[-3:] == ["missed,", "1.070", "15"]
+    assert " noise " in text
     assert "noise: A / A lies outside 0.98…1.02" in text
+
+
+@pytest.mark.parametrize(("value", "word"), [(1.013, "met,"), (1.03, "missed,")])
+def test_the_table_tells_where_the_interval_leaves_a_goal_undecided(value: float, word: str) -> None:
+    text = shown(replace(RATIO, value=value, interval=(1.01, 1.05)))
+    assert row(text)[-3:] == [word, "0.999", "15"]
+    assert " undecided " in text
+    assert "undecided: the goal lies within the 95 % interval" in text
 
 
 def test_the_table_says_at_least_where_higher_is_better_and_nothing_without_a_goal() -> None:
     faster = replace(
-        RATIO, name="batch_8", value=3.1, goal=2.5, higher_is_better=True, unit="tokens_per_s", a=155, b=50
+        RATIO,
+        name="batch_8",
+        value=3.1,
+        interval=(3.0, 3.2),
+        goal=2.5,
+        higher_is_better=True,
+        unit="tokens_per_s",
+        a=155,
+        b=50,
     )
     text = shown(faster, replace(RATIO, name="cold_start_llama", goal=None))
-    assert "≥ 2.5 met" in text
-    assert "155, 50 tok/s" in text
+    assert "3.000…3.200 ≥ 2.5 met" in " ".join(text.split())
+    assert "155 / 50 tok/s" in text
     assert " – " in text
 
 
@@ -103,8 +145,14 @@ def test_what_was_left_out_is_listed_with_its_reason() -> None:
     )
 
 
+def test_what_failed_is_listed_as_such() -> None:
+    assert "prefill: failed: the model broke" in shown(LeftOut("prefill", "the model broke", failed=True))
+
+
 def test_all_names_fit_the_table_at_80_columns() -> None:
-    text = shown(*(replace(RATIO, name=case.name) for case in CASES))
+    small = replace(RATIO, value=4.2e-05, interval=(4.1e-05, 4.3e-05), goal=0.001, a_a=1.07)
+    text = shown(*(replace(small, name=case.name) for case in CASES))
+    assert "4.1e-05…4.3e-05" in text
     assert all(f" {case.name} " in text for case in CASES)
 
 
