@@ -316,13 +316,15 @@ def test_on_the_real_model_a_zero_offset_changes_nothing_and_a_random_one_does(
     }
     found = evaluate(smollm, offsets, {"zero": documents}, max_tokens=12)
     zero = found.domains["zero"]
+    # On llama.cpp the last bits of a logit depend on which cells of its cache a sequence lies in.
+    nothing = pytest.approx(0.0, abs={"torch": 0.0, "llama_cpp": 0.02}[smollm.name])
     assert zero.documents == 8
-    assert zero.gain.percent == 0.0
-    assert zero.retention.kl == 0.0
+    assert zero.gain.percent == nothing
+    assert zero.retention.kl == nothing
     assert 1.5 < zero.gain.perplexity_without < 40
     assert 1.0 < zero.retention.reply_perplexity_without < 5
     loud, start = found.matrix["zero"]["loud"], found.matrix["zero"]["start"]
     assert loud is not None
     assert start is not None
     assert loud.percent < -5
-    assert start.percent == 0.0
+    assert start.percent == nothing

@@ -11,10 +11,13 @@ from offset_runtime.backends.base import Backend
 
 pytestmark = pytest.mark.real_model
 
+# llama.cpp computes one token by other code than several, and sums of 30 layers show it in float32 too.
+TOLERANCE = {"torch": 2e-4, "llama_cpp": 2e-3}
+
 
 @pytest.mark.parametrize("behaviour", conformance.BEHAVIOURS)
 def test_contract(behaviour: str, smollm: Backend) -> None:
-    conformance.check(behaviour, lambda: smollm)
+    conformance.check(behaviour, lambda: smollm, tolerance=TOLERANCE[smollm.name])
 
 
 def test_the_tokenizer_may_be_used_from_many_threads_at_once(smollm: Backend) -> None:
