@@ -34,6 +34,6 @@ $(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
 
 # llama-cpp-python is source only; pip keeps what it has compiled.
 $(VENV)/test-installed: $(VENV)/demo-installed
-	@echo "Installing what the tests need: 250 MB, and llama-cpp-python, which compiles for about 15 minutes on 2 cores the first time ..."
+	@echo "Installing what the tests need: 250 MB, and llama-cpp-python, which compiles for about 5 minutes on 2 cores the first time ..."
 	$(PIP) --editable '.[dev]'
 	@touch $@
