@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from offset_runtime.backends.base import Backend, Chunk, SequenceId
+from offset_runtime.backends.base import Backend, SequenceId
+from offset_runtime.cache import CacheFigures, PrefixCache
 from offset_runtime.errors import (
     ContextOverflowError,
     DeadlineExceededError,
@@ -25,32 +25,20 @@ from offset_runtime.errors import (
     QueueFullError,
     RequestCancelledError,
 )
+from offset_runtime.job import Job
 from offset_runtime.placement import check_placements
-from offset_runtime.reply_text import ReplyText
-from offset_runtime.request import (
-    Completion,
-    Delta,
-    Event,
-    FinishReason,
-    Request,
-    Sink,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
-from offset_runtime.sampling import Sampler, log_softmax, top_logprobs
+from offset_runtime.request import Completion, Delta, Event, Request, Sink
 from offset_runtime.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
-
-Logits = npt.NDArray[np.float32]
 
 
 class EngineSettings(BaseModel):
     """Limits of the engine.
 
     `max_running`: sequences that share a step. `max_step_tokens`: tokens in one step, which bounds how
-    long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue.
+    long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue. `cache_bytes`:
+    state of ended requests that is kept for those that begin as they did, beside that of running ones; 0: none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,12 +46,13 @@ class EngineSettings(BaseModel):
     max_running: int = Field(default=16, ge=1)
     max_step_tokens: int = Field(default=256, ge=1)
     max_waiting: int = Field(default=256, ge=1)
+    cache_bytes: int = Field(default=512 * 2**20, ge=0)
 
 
 class Ticket:
     """A submitted request, as its caller sees it."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
 
     def cancel(self) -> None:
@@ -82,13 +71,15 @@ class Engine:
         self.backend = backend
         self.settings = settings or EngineSettings()
         capabilities = backend.capabilities
-        self._scheduler: Scheduler[_Job] = Scheduler(
+        self._scheduler: Scheduler[Job] = Scheduler(
             max_running=min(self.settings.max_running, capabilities.max_sequences or self.settings.max_running),
             max_step_tokens=self.settings.max_step_tokens,
             kv_capacity_tokens=capabilities.kv_capacity_tokens,
             split_prefill=capabilities.split_prefill,
         )
-        self._inbox: deque[_Job] = deque()
+        self._cache = self._make_cache()
+        self._cache_figures = self._cache.figures
+        self._inbox: deque[Job] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
@@ -109,6 +100,11 @@ class Engine:
         """Whether requests can still be submitted: not closed, and its thread has not died."""
         return self._failure is None and not self._closing
 
+    @property
+    def cache_figures(self) -> CacheFigures:
+        """What the prefix cache holds and did until now. Safe from any thread."""
+        return self._cache_figures
+
     def submit(self, request: Request, sink: Sink) -> Ticket:
         """Queue a request.
 
@@ -117,7 +113,7 @@ class Engine:
         run, `QueueFullError` when too many wait, `EngineClosedError` after `close`.
         """
         self._check(request)
-        job = _Job(request, sink, self.backend)
+        job = Job(request, sink, self.backend)
         with self._wake:
             self._check_open()
             if self._waiting >= self.settings.max_waiting:
@@ -137,6 +133,15 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _make_cache(self) -> PrefixCache:
+        capabilities, most = self.backend.capabilities, None
+        if capabilities.max_sequences is not None:
+            most = capabilities.max_sequences - self._scheduler.max_running
+        if not (capabilities.fork and capabilities.split_prefill):
+            # The rest of a prompt whose beginning is known would be fed token by token, which is slower than all of it.
+            most = 0
+        return PrefixCache(self.backend, max_bytes=self.settings.cache_bytes, max_entries=most)
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -174,6 +179,9 @@ class Engine:
                 self._failure = error
                 self._drain_inbox()
             self._end_all(f"the engine's thread died: {error!r}. Load the model again.")
+        finally:
+            self._cache.clear()
+            self._cache_figures = self._cache.figures
 
     def _collect(self) -> bool:
         """Wait for work and take it in; False when the engine is to stop."""
@@ -202,20 +210,25 @@ class Engine:
                     ),
                 )
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: Job) -> None:
         try:
-            job.sequence = self.backend.allocate()
+            found = self._cache.take(job.prompt_symbols, job.reusable_tokens)
+            job.open(*found or (self._cache.with_room(self.backend.allocate), 0))
         except Exception as error:
             self._end(job, _as_generation_error(error))
             return
-        job.started = time.monotonic()
+        capacity = self.backend.capabilities.kv_capacity_tokens
+        if capacity is not None:
+            # A reservation is for the whole sequence, so what it shares with an entry is counted in both.
+            self._cache.shrink(capacity - sum(running.reserved_tokens for running in self._scheduler.running))
+        self._cache_figures = self._cache.figures
         with self._wake:
             self._waiting -= 1
 
-    def _step(self, work: Sequence[tuple[_Job, int]]) -> None:
+    def _step(self, work: Sequence[tuple[Job, int]]) -> None:
         chunks = [job.chunk(tokens) for job, tokens in work]
         try:
-            logits = self.backend.forward(chunks)
+            logits = self._cache.with_room(lambda: self.backend.forward(chunks))
         except Exception as error:
             if len(work) == 1:
                 self._end(work[0][0], _as_generation_error(error))
@@ -232,7 +245,7 @@ class Engine:
             except Exception as error:
                 self._end(job, _as_generation_error(error))
 
-    def _emit(self, job: _Job, event: Delta | Completion) -> None:
+    def _emit(self, job: Job, event: Delta | Completion) -> None:
         if isinstance(event, Completion):
             self._end(job, event)
             return
@@ -243,14 +256,14 @@ class Engine:
             _log.debug("a reader went away; its request is cancelled", exc_info=True)
             job.cancelled = True
 
-    def _end(self, job: _Job, outcome: Event) -> None:
+    def _end(self, job: Job, outcome: Event) -> None:
         self._scheduler.remove(job)
         if job.sequence is None:
             with self._wake:
                 self._waiting -= 1
         else:
             try:
-                self.backend.free(job.sequence)
+                self._part_from(job, job.sequence, outcome)
             except Exception:
                 # The caller must get its answer, and the other requests their steps.
                 _log.exception("the state of an ended request could not be freed")
@@ -258,6 +271,14 @@ class Engine:
             job.sink(outcome)
         except Exception:
             _log.debug("a reader went away before its request ended", exc_info=True)
+
+    def _part_from(self, job: Job, sequence: SequenceId, outcome: Event) -> None:
+        """Keep the state of a request that ended well or was stopped; after an error nobody knows what it is."""
+        if isinstance(outcome, Completion | RequestCancelledError | DeadlineExceededError):
+            self._cache.put(job.read_symbols, sequence)
+        else:
+            self.backend.free(sequence)
+        self._cache_figures = self._cache.figures
 
     def _end_all(self, why: str) -> None:
         for job in [*self._scheduler.running, *self._scheduler.waiting]:
@@ -284,111 +305,6 @@ def _check_values(request: Request) -> None:
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise InvalidRequestError(
             f"timeout_s={timeout_s!r} can never be kept; expected seconds greater than 0, or None for no limit"
-        )
-
-
-class _Job:
-    """A request on its way through the engine."""
-
-    def __init__(self, request: Request, sink: Sink, backend: Backend) -> None:
-        self.request = request
-        self.sink = sink
-        self.cancelled = False
-        self.submitted = time.monotonic()
-        self.deadline = None if request.timeout_s is None else self.submitted + request.timeout_s
-        self.started = self.submitted
-        self.first_token: float | None = None
-        self.sequence: SequenceId | None = None
-        self.output_ids: list[int] = []
-        self._fed = 0
-        self._pieces: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs: list[float] = []
-        self._sampler = Sampler(request.sampling, request.prompt_ids)
-        self._reply = ReplyText(backend.tokenizer, request.sampling.stop)
-        self._eos = backend.tokenizer.eos_token_ids
-
-    @property
-    def pending_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.output_ids) - self._fed
-
-    @property
-    def reserved_tokens(self) -> int:
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
-
-    def chunk(self, tokens: int) -> Chunk:
-        """The next `tokens` tokens to feed."""
-        assert self.sequence is not None
-        prompt = self.request.prompt_ids
-        if self._fed >= len(prompt):
-            return Chunk(self.sequence, (self.output_ids[-1],))
-        ids = prompt[self._fed : self._fed + tokens]
-        scored = self.request.score_from is not None
-        last = self._fed + tokens == len(prompt)
-        return Chunk(self.sequence, ids, self.request.placements, "all" if scored else "last" if last else "none")
-
-    def advance(self, tokens: int, logits: Logits) -> list[Delta | Completion]:
-        """Take in the logits of the chunk just fed; return what the caller gets to see."""
-        if self._fed < len(self.request.prompt_ids):
-            self._score(tokens, logits)
-        self._fed += tokens
-        if self.pending_tokens > 0:
-            return []
-        if self.first_token is None:
-            self.first_token = time.monotonic()
-        if self.request.sampling.max_tokens == 0:
-            return [self._complete("length")]
-        return self._generate(logits[-1])
-
-    def _generate(self, logits: Logits) -> list[Delta | Completion]:
-        token = self._sampler.sample(logits)
-        self.output_ids.append(token)
-        logprobs = self._token_logprobs(token, logits)
-        if token in self._eos:
-            return [*self._delta(self._reply.finish(), token, logprobs), self._complete("stop")]
-        text = self._reply.push(token)
-        if self._reply.stopped:
-            return [*self._delta(text, token, logprobs), self._complete("stop")]
-        if len(self.output_ids) < self.request.sampling.max_tokens:
-            return self._delta(text, token, logprobs)
-        text += self._reply.finish()
-        reason: FinishReason = "stop" if self._reply.stopped else "length"
-        return [*self._delta(text, token, logprobs), self._complete(reason)]
-
-    def _delta(self, text: str, token: int, logprobs: tuple[TokenLogprob, ...]) -> list[Delta | Completion]:
-        self._pieces.append(text)
-        self._logprobs.extend(logprobs)
-        return [Delta(text, (token,), logprobs)]
-
-    def _token_logprobs(self, token: int, logits: Logits) -> tuple[TokenLogprob, ...]:
-        count = self.request.sampling.logprobs
-        if count is None:
-            return ()
-        all_logprobs = log_softmax(logits)
-        return (TokenLogprob(token, float(all_logprobs[token]), tuple(top_logprobs(all_logprobs, count))),)
-
-    def _score(self, tokens: int, logits: Logits) -> None:
-        if self.request.score_from is None:
-            return
-        prompt = self.request.prompt_ids
-        # Row i of this chunk predicts position fed + i + 1.
-        rows = range(max(0, self.request.score_from - self._fed - 1), min(tokens, len(prompt) - self._fed - 1))
-        if rows:
-            targets = [prompt[self._fed + row + 1] for row in rows]
-            found = log_softmax(logits[rows.start : rows.stop])[np.arange(len(rows)), targets]
-            self._prompt_logprobs.extend(float(value) for value in found)
-
-    def _complete(self, reason: FinishReason) -> Completion:
-        now = time.monotonic()
-        first = self.first_token if self.first_token is not None else now
-        return Completion(
-            text="".join(self._pieces),
-            token_ids=tuple(self.output_ids),
-            finish_reason=reason,
-            usage=Usage(len(self.request.prompt_ids), len(self.output_ids)),
-            timings=Timings(self.started - self.submitted, first - self.started, now - first),
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
 

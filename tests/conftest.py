@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from dequantise import dequantised
 
-from offset_runtime import DomainOffset, LlamaCppOptions, ModelSpec, OffsetRuntime
+from offset_runtime import DomainOffset, EngineSettings, LlamaCppOptions, ModelSpec, OffsetRuntime
 from offset_runtime.backends.base import Backend
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
@@ -98,7 +98,7 @@ def smollm(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="session")
 def smollm_runtime(smollm: Backend) -> Iterator[OffsetRuntime]:
-    """A runtime on `smollm`. Its engine is idle between tests, so `smollm` may be used directly then."""
-    runtime = OffsetRuntime(smollm)
+    """A runtime on `smollm`, without a prefix cache. Between tests its engine is idle, and `smollm` free for use."""
+    runtime = OffsetRuntime(smollm, settings=EngineSettings(cache_bytes=0))
     yield runtime
     runtime.engine.close()

@@ -532,7 +532,7 @@ def test_a_waiting_request_can_be_cancelled(backend: ControlledBackend) -> None:
         with pytest.raises(RequestCancelledError):
             outcome(waiting.result)
         assert running.result().token_ids == reference(request("first"))
-        assert backend.open_sequences == 0
+        assert backend.open_sequences == engine.cache_figures.entries
 
 
 def test_a_prompt_can_be_cancelled_between_its_chunks(engine: Engine, backend: ControlledBackend) -> None:
@@ -544,7 +544,7 @@ def test_a_prompt_can_be_cancelled_between_its_chunks(engine: Engine, backend: C
     with pytest.raises(RequestCancelledError):
         outcome(long.result)
     assert backend.steps == [[16]]
-    assert backend.open_sequences == 0
+    assert backend.open_sequences == engine.cache_figures.entries
 
 
 def test_a_reply_can_be_cancelled_in_decode(engine: Engine, backend: ControlledBackend) -> None:
@@ -557,7 +557,7 @@ def test_a_reply_can_be_cancelled_in_decode(engine: Engine, backend: ControlledB
     with pytest.raises(RequestCancelledError):
         outcome(lambda: list(deltas))
     assert other.result().token_ids == reference(request("other", max_tokens=50))
-    assert backend.open_sequences == 0
+    assert backend.open_sequences == engine.cache_figures.entries
 
 
 def test_cancelling_after_the_end_changes_nothing(engine: Engine) -> None:
@@ -597,7 +597,7 @@ def test_a_dropped_stream_cancels_its_request(engine: Engine, backend: Controlle
     del stream
     gc.collect()
     assert Stream(engine, request("next")).result().token_ids == reference(request("next"))
-    wait_until(lambda: backend.open_sequences == 0)
+    wait_until(lambda: backend.open_sequences == engine.cache_figures.entries)
     assert len(backend.steps) < 4000
 
 
@@ -607,7 +607,7 @@ def test_leaving_the_loop_cancels_the_request(engine: Engine, backend: Controlle
         break
     with pytest.raises(RequestCancelledError):
         outcome(stream.result)
-    wait_until(lambda: backend.open_sequences == 0)
+    wait_until(lambda: backend.open_sequences == engine.cache_figures.entries)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -663,7 +663,7 @@ def ending(stream: Stream) -> str:
 
 
 def test_the_queue_count_survives_every_way_to_end(backend: ControlledBackend) -> None:
-    with Engine(backend, EngineSettings(max_running=1, max_waiting=3)) as engine:
+    with Engine(backend, EngineSettings(max_running=1, max_waiting=3, cache_bytes=0)) as engine:
         for allocates in (True, False, True):
             backend.hold()
             running = Stream(engine, request("runs"))
@@ -725,7 +725,7 @@ def test_a_reader_that_fails_cancels_its_own_request_only(engine: Engine, backen
 
     engine.submit(request("gone", max_tokens=4000), gone)
     assert Stream(engine, request("here")).result().token_ids == reference(request("here"))
-    wait_until(lambda: backend.open_sequences == 0)
+    wait_until(lambda: backend.open_sequences == engine.cache_figures.entries)
 
 
 def test_many_threads_at_once_get_their_own_replies(make_offset: MakeOffset) -> None:
@@ -756,5 +756,5 @@ def test_many_threads_at_once_get_their_own_replies(make_offset: MakeOffset) -> 
         with ThreadPoolExecutor(8) as pool:
             futures = [pool.submit(work, seed) for seed in range(8)]
             assert sum(future.result(PATIENCE_S) for future in futures) > 100
-        wait_until(lambda: backend.open_sequences == 0)
+        wait_until(lambda: backend.open_sequences == engine.cache_figures.entries)
         assert engine._waiting == 0

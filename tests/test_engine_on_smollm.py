@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real_model
 
 OFFSETS = Path(__file__).parents[1] / "examples" / "newsroom" / "offsets"
 # So that long prompts are cut and read beside the decode steps of others.
-SMALL_STEPS = EngineSettings(max_step_tokens=48)
+SMALL_STEPS = EngineSettings(max_step_tokens=48, cache_bytes=0)
 DOMAINS = ("code", "computing", "news", "speech")
 
 TASKS = (
@@ -125,3 +125,26 @@ def test_a_solo_run_equals_a_full_prefill(runtime: OffsetRuntime, requests: list
         runtime.backend.free(sequence)
         plain = [int(row.argmax()) for row in rows[len(request.prompt_ids) - 1 :]]
         assert parted(runtime.backend, request, ids, plain) is None
+
+
+def test_agents_that_read_one_transcript_write_what_they_write_without_a_cache(
+    smollm: Backend, runtime: OffsetRuntime
+) -> None:
+    with_cache = OffsetRuntime(smollm, settings=EngineSettings(max_step_tokens=48))
+    store = OffsetStore(OFFSETS)
+    messages = [{"role": "user", "content": TASKS[1]}]
+    cached = 0
+    for turn in range(6):
+        domain = store.get(DOMAINS[turn % 3])
+        request = runtime.chat_request(messages, domain=domain, sampling=SamplingParams(max_tokens=10))
+        found, expected = with_cache.run(request), runtime.run(request)
+        assert parted(smollm, request, found.token_ids, expected.token_ids) is None
+        cached += found.usage.cached_tokens
+        messages += [
+            {"role": "assistant", "content": expected.text},
+            {"role": "user", "content": f"Go on, in {turn + 2} words."},
+        ]
+    with_cache.engine.close()
+    # All but the author's own last positions and the newest turn was read once.
+    assert cached > 0.6 * sum(len(request.prompt_ids) for _ in range(4))
+    assert smollm.state_bytes() == 0

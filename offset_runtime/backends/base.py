@@ -176,6 +176,12 @@ class Backend(Protocol):
     def state_bytes(self) -> int:
         """Bytes of state that all open sequences hold together."""
 
+    def sequence_bytes(self, sequence: SequenceId) -> int:
+        """Bytes of state that one open sequence holds, what it may share with a fork included.
+
+        Raises `InvalidRequestError` for a sequence that is not open.
+        """
+
     def model_bytes(self) -> int:
         """Bytes of the loaded weights."""
 

@@ -188,9 +188,12 @@ def _free_forgets(trial: Trial) -> None:
     sequence = trial.open()
     trial.feed(sequence, trial.prompt(14), [Placement(3, trial.offset(13), 3)])
     trial.expect(trial.backend.state_bytes() > before, "a sequence of tokens takes no state")
+    added = trial.backend.state_bytes() - before
+    trial.expect(trial.backend.sequence_bytes(sequence) == added, "a sequence's bytes are not what it adds to all")
     trial.backend.free(sequence)
     trial.expect(trial.backend.state_bytes() == before, "state is left behind by a freed sequence")
     trial.expect_refused("feeding a freed sequence", trial.feed, sequence, ids)
+    trial.expect_refused("the bytes of a freed sequence", trial.backend.sequence_bytes, sequence)
     trial.backend.free(sequence)
     trial.expect_equal(trial.run(ids), expected, "a new sequence after another was freed")
 

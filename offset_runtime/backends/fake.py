@@ -113,7 +113,10 @@ class FakeBackend:
         self._sequences.pop(sequence, None)
 
     def state_bytes(self) -> int:
-        return sum(len(item) for read in self._sequences.values() for item in read)
+        return sum(map(self.sequence_bytes, self._sequences))
+
+    def sequence_bytes(self, sequence: SequenceId) -> int:
+        return sum(map(len, self._read(sequence)))
 
     def model_bytes(self) -> int:
         return int(self._rows.nbytes)

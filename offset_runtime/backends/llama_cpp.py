@@ -203,8 +203,11 @@ class LlamaCppBackend:
             self._free_slots.append(state.slot)
 
     def state_bytes(self) -> int:
-        context = self.context
-        return sum(int(llama_cpp.llama_state_seq_get_size(context, s.slot)) for s in self._sequences.values())
+        _ = self.context
+        return sum(map(self.sequence_bytes, self._sequences))
+
+    def sequence_bytes(self, sequence: SequenceId) -> int:
+        return int(llama_cpp.llama_state_seq_get_size(self.context, self._get(sequence).slot))
 
     def model_bytes(self) -> int:
         return self._model_bytes

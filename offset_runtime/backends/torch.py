@@ -205,7 +205,10 @@ class TorchBackend:
         self._states.pop(sequence, None)
 
     def state_bytes(self) -> int:
-        return sum(state.bytes() for state in self._states.values())
+        return sum(map(self.sequence_bytes, self._states))
+
+    def sequence_bytes(self, sequence: SequenceId) -> int:
+        return int(self.state(sequence).bytes())
 
     def model_bytes(self) -> int:
         # Tied weights are one tensor under two names.

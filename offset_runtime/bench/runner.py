@@ -11,6 +11,7 @@ from typing import Any
 from offset_runtime.backends.base import Backend
 from offset_runtime.bench.case import Case, LeftOutError, Setting
 from offset_runtime.bench.pairs import MeasurementError, Ratio
+from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import OffsetError
 from offset_runtime.models import ModelSpec
 from offset_runtime.runtime import OffsetRuntime
@@ -19,6 +20,9 @@ from offset_runtime.runtime import OffsetRuntime
 Update = Callable[[str, int, int], None]
 Watch = Callable[[], AbstractContextManager[Update]]
 Load = Callable[[ModelSpec], AbstractContextManager[Backend]]
+
+# Prompts repeat in the cases, and both sides of a ratio must read them.
+NO_CACHE = EngineSettings(cache_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def run_cases(cases: Sequence[Case], setting: Setting, *, load: Load, watch: Wat
     found: dict[str, Ratio | LeftOut | None] = {case.name: _unfit(case, setting) for case in cases}
     on_model = [case for case in cases if case.on_model and found[case.name] is None]
     if on_model:
-        with load(setting.spec) as backend, OffsetRuntime(backend) as runtime, watch() as update:
+        with load(setting.spec) as backend, OffsetRuntime(backend, settings=NO_CACHE) as runtime, watch() as update:
             found |= dict(_measure_each(on_model, setting, update, runtime))
     with watch() as update:
         others = [case for case in cases if found[case.name] is None]

@@ -85,8 +85,12 @@ def check_room(backend: Backend, tokens: int, *, sequences: int = 1) -> None:
 
 @contextmanager
 def endless_engine(backend: Backend, settings: EngineSettings | None = None) -> Iterator[Engine]:
-    """An engine in which no reply ends before its most tokens, so that both sides of a ratio do equal work."""
-    with Engine(cast(Backend, _EndlessBackend(backend)), settings) as engine:
+    """An engine in which no reply ends before its most tokens, so that both sides of a ratio do equal work.
+
+    It has no prefix cache: a prompt that repeats is read again.
+    """
+    plain = (settings or EngineSettings()).model_copy(update={"cache_bytes": 0})
+    with Engine(cast(Backend, _EndlessBackend(backend)), plain) as engine:
         yield engine
 
 

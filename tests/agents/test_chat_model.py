@@ -29,10 +29,14 @@ def without_timings(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != "timings"}
 
 
+def usage_of(message: Any) -> dict[str, Any]:
+    return dict(message.usage_metadata)
+
+
 async def becomes_idle(runtime: OffsetRuntime) -> bool:
-    """Whether the engine, let go on token by token, soon has no open sequence."""
+    """Whether the engine, let go on token by token, soon has no open sequence but the cached ones."""
     for _ in range(500):
-        if runtime.backend.open_sequences == 0:
+        if runtime.backend.open_sequences == runtime.engine.cache_figures.entries:
             return True
         runtime.backend.consume()
         await asyncio.sleep(0.01)
@@ -110,9 +114,12 @@ def test_usage_counts_prompt_and_reply_tokens(law: ChatOffset) -> None:
 
 
 def test_usage_and_model_name_are_on_one_chunk_and_survive_merging(law: ChatOffset) -> None:
+    # Read once before, so that both find the prompt in the cache.
+    prompt_tokens = usage_of(law.invoke("hello"))["input_tokens"]
     chunks = list(law.stream("hello"))
     whole = law.invoke("hello")
 
+    assert usage_of(whole)["input_token_details"] == {"cache_read": prompt_tokens - 1}
     assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1
     assert sum("model_name" in chunk.response_metadata for chunk in chunks) == 1
     assert merged(chunks).usage_metadata == whole.usage_metadata

@@ -107,6 +107,8 @@ def test_generation_info_says_where_a_reply_comes_from(prose: OffsetLLM) -> None
 
 def test_streamed_chunks_merge_to_the_whole_generation(prose: OffsetLLM) -> None:
     prose = prose.configured({"logprobs": True})
+    # Read once before, so that both find the prompt in the cache.
+    prose.generate(["once"])
     chunks = list(prose._stream("once"))
     merged = chunks[0]
     for chunk in chunks[1:]:

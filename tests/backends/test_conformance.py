@@ -139,6 +139,14 @@ class KeepsFreedState(FakeBackend):
         pass
 
 
+class HidesItsBytes(FakeBackend):
+    def sequence_bytes(self, sequence: SequenceId) -> int:
+        return len(self._read(sequence))
+
+    def state_bytes(self) -> int:
+        return 64 * sum(map(self.sequence_bytes, self._sequences))
+
+
 class FeedsBeforeItChecks(FakeBackend):
     def forward(self, chunks: Sequence[Chunk]) -> Logits:
         return [super(FeedsBeforeItChecks, self).forward([chunk])[0] for chunk in chunks]
@@ -198,6 +206,7 @@ class StartingTokenizer(FakeTokenizer):
         (AcceptsAnyTruncate, "truncate then continue equals cold"),
         (HidesTruncate, "truncate then continue equals cold"),
         (KeepsFreedState, "free forgets"),
+        (HidesItsBytes, "free forgets"),
         (FeedsBeforeItChecks, "failed pass changes nothing"),
         (ReturnsEveryRow, "logits come as asked"),
         (MiscountsTokens, "length counts tokens"),

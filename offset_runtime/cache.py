@@ -1,0 +1,264 @@
+"""The prefix cache: state of earlier requests, found again by what the model read. Plain Python, no tensors.
+
+A radix tree over symbols (`placement.symbols`): two sequences share state only as far as the model read the same,
+token by token and offset row by offset row. So a sequence-anchored offset parts domains from the first token, a
+turn-anchored one lets all share what came before the turn, and a domain that is registered anew, whose rows have
+another digest, can never meet the state of the old one. The idea of a radix tree over token ids is RadixAttention's
+(Zheng et al. 2024, https://arxiv.org/abs/2312.07104).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from offset_runtime.backends.base import Backend, SequenceId
+from offset_runtime.errors import KVCacheFullError, OutOfMemoryError
+from offset_runtime.placement import Symbol
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A point of the tree: what the model has read on the way to it, and the sequence that holds its state, if any."""
+
+    parent: _Node | None
+    edge: tuple[Symbol, ...]
+    depth: int
+    children: dict[Symbol, _Node] = field(default_factory=dict)
+    sequence: SequenceId | None = None
+    size_bytes: int = 0
+    used: int = 0
+
+    def below(self) -> Iterator[_Node]:
+        """This node and all below it."""
+        yield self
+        for child in self.children.values():
+            yield from child.below()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """What a cache holds, each sequence counted as if it shared nothing, and what it did.
+
+    Of `asked_tokens` prompt tokens since it was made, `hit_tokens` were not read again. `evictions`: entries that gave
+    way to others or to a request.
+    """
+
+    entries: int
+    tokens: int
+    bytes: int
+    hit_tokens: int
+    asked_tokens: int
+    evictions: int
+
+
+class PrefixCache:
+    """Sequences that ended, kept on `backend` for requests that begin as they did.
+
+    `max_bytes`: state all entries may hold together, each counted as if it shared nothing; `max_entries`: most
+    sequences, or None. Least recently used entries go first. Not thread-safe: it belongs to the engine's thread.
+    """
+
+    def __init__(self, backend: Backend, *, max_bytes: int, max_entries: int | None = None) -> None:
+        self._backend = backend
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._root = _Node(None, (), 0)
+        self._entries: dict[SequenceId, _Node] = {}
+        self._tokens = self._bytes = 0
+        self._clock = 0
+        self._hit_tokens = self._asked_tokens = self._evictions = 0
+
+    @property
+    def figures(self) -> CacheFigures:
+        """What the cache holds and did until now."""
+        return CacheFigures(
+            len(self._entries), self._tokens, self._bytes, self._hit_tokens, self._asked_tokens, self._evictions
+        )
+
+    def take(self, symbols: Sequence[Symbol], most: int) -> tuple[SequenceId, int] | None:
+        """Open a sequence that holds the longest known beginning of `symbols`, of at most `most` of them.
+
+        Returns the sequence, which is the caller's, and how many symbols it holds, or None where nothing is known.
+        """
+        self._asked_tokens += len(symbols)
+        while True:
+            node, matched = self._match(symbols)
+            held = min(matched, most)
+            entry = self._covering(node, held)
+            if entry is None:
+                return None
+            held = min(held, entry.depth)
+            self._touch(entry)
+            try:
+                sequence = self._copy(entry, held)
+            except Exception:
+                # No room for one more, or worse: the request can do without, and the next longest may still serve.
+                _log.debug("a cached sequence could not be copied", exc_info=True)
+                self._evict()
+                continue
+            self._hit_tokens += held
+            return sequence, held
+
+    def put(self, symbols: Sequence[Symbol], sequence: SequenceId) -> None:
+        """Keep a sequence that holds `symbols`; it belongs to the cache from now on, which may free it at once."""
+        node, matched = self._match(symbols)
+        known = self._covering(node, matched) if matched == len(symbols) else None
+        if known is not None and known.depth >= matched:
+            self._touch(known)
+            self._free(sequence)
+            return
+        size = self._backend.sequence_bytes(sequence) if symbols else 0
+        if not symbols or size > self._max_bytes or self._max_entries == 0:
+            self._free(sequence)
+            return
+        leaf = self._grow(symbols)
+        leaf.sequence, leaf.size_bytes = sequence, size
+        self._entries[sequence] = leaf
+        self._tokens += leaf.depth
+        self._bytes += size
+        self._touch(leaf)
+        if self._backend.capabilities.truncate:
+            # What a longer entry begins with can be cut out of it.
+            self._drop_ancestors(leaf)
+        while self._bytes > self._max_bytes or len(self._entries) > self._entry_limit:
+            self._evict()
+
+    def shrink(self, tokens: int) -> None:
+        """Drop least recently used entries until those left hold at most `tokens` tokens, each counted alone."""
+        while self._entries and self._tokens > tokens:
+            self._evict()
+
+    def with_room(self, call: Callable[[], T]) -> T:
+        """What `call` returns; as long as it finds no room or memory, an entry is dropped and it is called again.
+
+        Raises what `call` raises, once no entry is left.
+        """
+        while True:
+            try:
+                return call()
+            except (KVCacheFullError, OutOfMemoryError, MemoryError):
+                if not self._entries:
+                    raise
+            self._evict()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for node in list(self._entries.values()):
+            self._drop(node)
+
+    @property
+    def _entry_limit(self) -> float:
+        return float("inf") if self._max_entries is None else self._max_entries
+
+    def _copy(self, entry: _Node, held: int) -> SequenceId:
+        assert entry.sequence is not None
+        sequence = self._backend.fork(entry.sequence)
+        if held < entry.depth:
+            try:
+                self._backend.truncate(sequence, held)
+            except BaseException:
+                self._free(sequence)
+                raise
+        return sequence
+
+    def _match(self, symbols: Sequence[Symbol]) -> tuple[_Node, int]:
+        """The node at or below the last symbol that agrees, and how many agree."""
+        node, at = self._root, 0
+        while at < len(symbols):
+            child = node.children.get(symbols[at])
+            if child is None:
+                return node, at
+            agreed = _agreement(child.edge, symbols, at)
+            at += agreed
+            node = child
+            if agreed < len(child.edge):
+                return node, at
+        return node, at
+
+    def _covering(self, node: _Node, held: int) -> _Node | None:
+        """The entry that serves the first `held` symbols on the way to `node` best: it holds them, or most of them."""
+        if held <= 0:
+            return None
+        if self._backend.capabilities.truncate:
+            # Every node but the root leads to an entry; of several, the last one used is likeliest to stay.
+            found = (other for other in node.below() if other.sequence is not None)
+            return max(found, key=lambda other: other.used, default=None)
+        # State that cannot be cut back is of use only where all of it agrees.
+        above: _Node | None = node
+        while above is not None and (above.depth > held or above.sequence is None):
+            above = above.parent
+        return above
+
+    def _grow(self, symbols: Sequence[Symbol]) -> _Node:
+        """The node that `symbols` lead to, made where there is none."""
+        node, at = self._root, 0
+        while at < len(symbols):
+            child = node.children.get(symbols[at])
+            if child is None:
+                leaf = _Node(node, tuple(symbols[at:]), len(symbols))
+                node.children[symbols[at]] = leaf
+                return leaf
+            agreed = _agreement(child.edge, symbols, at)
+            node = child if agreed == len(child.edge) else self._split(child, agreed)
+            at += agreed
+        return node
+
+    def _split(self, node: _Node, agreed: int) -> _Node:
+        """Part the edge to `node` after `agreed` symbols, and return the node between."""
+        assert node.parent is not None
+        between = _Node(node.parent, node.edge[:agreed], node.depth - len(node.edge) + agreed)
+        node.parent.children[node.edge[0]] = between
+        between.children[node.edge[agreed]] = node
+        node.parent, node.edge = between, node.edge[agreed:]
+        return between
+
+    def _touch(self, node: _Node) -> None:
+        self._clock += 1
+        node.used = self._clock
+
+    def _drop_ancestors(self, leaf: _Node) -> None:
+        node = leaf.parent
+        while node is not None:
+            parent = node.parent
+            if node.sequence is not None:
+                self._drop(node)
+            node = parent
+
+    def _evict(self) -> None:
+        self._drop(min(self._entries.values(), key=lambda entry: entry.used))
+        self._evictions += 1
+
+    def _drop(self, node: _Node) -> None:
+        """Free an entry's sequence, and prune what then leads nowhere."""
+        assert node.sequence is not None
+        self._free(node.sequence)
+        del self._entries[node.sequence]
+        self._tokens -= node.depth
+        self._bytes -= node.size_bytes
+        node.sequence = None
+        while node.parent is not None and node.sequence is None and not node.children:
+            del node.parent.children[node.edge[0]]
+            node = node.parent
+
+    def _free(self, sequence: SequenceId) -> None:
+        try:
+            self._backend.free(sequence)
+        except Exception:
+            # A request must not fail for what another one left.
+            _log.exception("a cached sequence could not be freed")
+
+
+def _agreement(edge: Sequence[Symbol], symbols: Sequence[Symbol], start: int) -> int:
+    """How many symbols of `edge` agree with those of `symbols` from `start` on."""
+    limit = min(len(edge), len(symbols) - start)
+    for at in range(limit):
+        if edge[at] != symbols[start + at]:
+            return at
+    return limit
