@@ -59,10 +59,12 @@ def memory(spec: dict[str, Any], domains: int, requests: int) -> Figures:
     """Register `domains` domains, use them in turn in `requests` requests, and look at the resident memory."""
     import psutil
 
-    from offset_runtime import ModelSpec, OffsetRuntime
+    from offset_runtime import EngineSettings, ModelSpec, OffsetRuntime
     from offset_runtime.bench.workload import prompt, random_offset, request
 
-    with OffsetRuntime.load(ModelSpec.model_validate(spec)) as runtime:
+    # Without the prefix cache, which has a limit of its own, and holds more where requests differ.
+    settings = EngineSettings(cache_bytes=0)
+    with OffsetRuntime.load(ModelSpec.model_validate(spec), settings=settings) as runtime:
         for number in range(domains):
             runtime.register(random_offset(runtime.backend.identity, number))
         tokens = prompt(runtime.backend.tokenizer, 16)
