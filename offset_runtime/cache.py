@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# What a backend raises where sequences that are open leave too little room for what it is asked.
+_NO_ROOM = (KVCacheFullError, OutOfMemoryError, MemoryError)
+
 
 @dataclass(eq=False, slots=True)
 class _Node:
@@ -98,10 +101,13 @@ class PrefixCache:
             self._touch(entry)
             try:
                 sequence = self._copy(entry, held)
-            except Exception:
-                # No room for one more, or worse: the request can do without, and the next longest may still serve.
-                _log.debug("a cached sequence could not be copied", exc_info=True)
+            except _NO_ROOM:
                 self._evict()
+                continue
+            except Exception:
+                # The request can do without, and the next longest may still serve.
+                _log.exception("a cached sequence could not be copied; it is dropped")
+                self._drop(entry)
                 continue
             self._hit_tokens += held
             return sequence, held
@@ -143,7 +149,7 @@ class PrefixCache:
         while True:
             try:
                 return call()
-            except (KVCacheFullError, OutOfMemoryError, MemoryError):
+            except _NO_ROOM:
                 if not self._entries:
                     raise
             self._evict()

@@ -233,7 +233,8 @@ class Engine:
             if len(work) == 1:
                 self._end(work[0][0], _as_generation_error(error))
             else:
-                # No sequence has changed, so each can run alone, and only those at fault fail.
+                # No sequence has changed, so each can run alone, and only those at fault fail; where state cannot
+                # be restored (`Backend.forward`), the backend has closed what had changed, and that fails too.
                 _log.warning("a batched step failed (%s); running its %d requests one by one", error, len(work))
                 for item in work:
                     self._step([item])

@@ -18,6 +18,7 @@ from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.identity import BaseIdentity
+from offset_runtime.model_cache import CACHE_VARIABLE
 from offset_runtime.models import load_backend, locate
 from offset_runtime.offset import Anchor, PromptFormat
 
@@ -58,6 +59,14 @@ def make_offset() -> MakeOffset:
         )
 
     return make
+
+
+@pytest.fixture
+def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that this process keeps its models in."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    return folder
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,3 +123,40 @@ def test_state_that_cannot_be_cut_keeps_the_shorter_entries_too() -> None:
     found = cache.take([1, 2, 3, 4], 3)
     assert found is not None
     assert found[1] == 3
+
+
+class LosesOne(FakeBackend):
+    """Cannot copy the sequence `lost`."""
+
+    lost: SequenceId = -1
+
+    def fork(self, sequence: SequenceId) -> SequenceId:
+        if sequence == self.lost:
+            raise RuntimeError("the state is gone")
+        return super().fork(sequence)
+
+
+def test_an_entry_that_cannot_be_copied_is_dropped_and_told_of_and_the_others_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = LosesOne()
+    cache = PrefixCache(backend, max_bytes=10_000)
+    other, short, backend.lost = (opened(backend, text) for text in ([9, 9], [1, 2, 5], [1, 2, 3, 4]))
+    for text, sequence in (([9, 9], other), ([1, 2, 5], short), ([1, 2, 3, 4], backend.lost)):
+        cache.put(text, sequence)
+    taken = cache.take([1, 2, 3, 4, 5], 4)
+    assert taken is not None
+    assert taken[1] == 2
+    assert (cache.figures.entries, cache.figures.evictions) == (2, 0)
+    assert "could not be copied" in caplog.text
+
+
+def test_no_room_for_a_copy_drops_the_least_recently_used() -> None:
+    backend = FakeBackend(max_sequences=2)
+    cache = PrefixCache(backend, max_bytes=10_000)
+    for text in ([9, 9], [1, 2, 3]):
+        cache.put(text, opened(backend, text))
+    taken = cache.take([1, 2, 3, 4], 3)
+    assert taken is not None
+    assert taken[1] == 3
+    assert (cache.figures.entries, cache.figures.evictions) == (1, 1)

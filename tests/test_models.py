@@ -25,21 +25,12 @@ from offset_runtime.backends.base import Chunk
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.errors import InvalidRequestError, ModelNotFoundError, OffsetError
-from offset_runtime.model_cache import CACHE_VARIABLE
 from offset_runtime.models import BackendName, chosen_backend, converted_gguf, load_backend, locate
 
 MakeModel = Callable[..., PreTrainedModel]
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of converted models."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
-    return folder
 
 
 @pytest.fixture
@@ -295,12 +286,12 @@ def test_parts_that_are_missing_are_listed(split: list[Path]) -> None:
 
 
 @pytest.mark.usefixtures("never_read")
-def test_a_split_model_is_not_for_torch(split: list[Path], cache: Path) -> None:
+def test_a_split_model_is_not_for_torch(split: list[Path], model_cache: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"split into several files, which transformers does not read"):
         load_backend(ModelSpec(base=str(split[0]), backend="torch"))
 
 
-def test_a_split_model_of_one_part_is_whole(gguf_file: Path, cache: Path) -> None:
+def test_a_split_model_of_one_part_is_whole(gguf_file: Path, model_cache: Path) -> None:
     whole = gguf_file.rename(gguf_file.with_name("tiny-00001-of-00001.gguf"))
     backend = load_backend(ModelSpec(base=str(whole), backend="torch"))
     assert backend.capabilities.context_tokens == 128
@@ -309,16 +300,18 @@ def test_a_split_model_of_one_part_is_whole(gguf_file: Path, cache: Path) -> Non
 # GGUF files
 
 
-def test_a_gguf_file_is_converted_once(gguf_file: Path, cache: Path, request: pytest.FixtureRequest) -> None:
+def test_a_gguf_file_is_converted_once(gguf_file: Path, model_cache: Path, request: pytest.FixtureRequest) -> None:
     converted = converted_gguf(gguf_file)
-    assert [path.name for path in cache.iterdir()] == [converted.name]
+    assert [path.name for path in model_cache.iterdir()] == [converted.name]
     request.getfixturevalue("never_read")
     assert converted_gguf(gguf_file) == converted
     moved = gguf_file.rename(gguf_file.parent / "cache" / "tiny.gguf")
     assert converted_gguf(moved) == converted
 
 
-def test_a_converted_model_is_the_one_in_the_file(gguf_file: Path, cache: Path, make_tokenizer: MakeTokenizer) -> None:
+def test_a_converted_model_is_the_one_in_the_file(
+    gguf_file: Path, model_cache: Path, make_tokenizer: MakeTokenizer
+) -> None:
     backend = load_backend(ModelSpec(base=str(gguf_file), backend="torch"))
     text = "the law and the news"
     assert backend.tokenizer.encode(text) == make_tokenizer().encode(text)
@@ -326,7 +319,7 @@ def test_a_converted_model_is_the_one_in_the_file(gguf_file: Path, cache: Path, 
     assert backend.tokenizer.eos_token_ids == {0}
 
 
-def test_a_file_of_other_bytes_is_another_model(gguf_file: Path, cache: Path) -> None:
+def test_a_file_of_other_bytes_is_another_model(gguf_file: Path, model_cache: Path) -> None:
     first = converted_gguf(gguf_file)
     with gguf_file.open("ab") as stream:
         stream.write(b"\0")
@@ -334,16 +327,18 @@ def test_a_file_of_other_bytes_is_another_model(gguf_file: Path, cache: Path) ->
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 3, 8, 500, 20_000])
-def test_a_damaged_gguf_file_is_named_and_leaves_nothing_behind(kept_bytes: int, gguf_file: Path, cache: Path) -> None:
+def test_a_damaged_gguf_file_is_named_and_leaves_nothing_behind(
+    kept_bytes: int, gguf_file: Path, model_cache: Path
+) -> None:
     gguf_file.write_bytes(gguf_file.read_bytes()[:kept_bytes])
     with pytest.raises(ModelNotFoundError, match=r"cannot read GGUF file .*tiny\.gguf.*Expected a whole GGUF file"):
         load_backend(ModelSpec(base=str(gguf_file), backend="torch"))
-    assert list(cache.iterdir()) == []
+    assert list(model_cache.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [SafetensorError("bad"), RuntimeError("bad"), ImportError("bad"), Exception("bad")])
 def test_whatever_the_reader_raises_names_the_file(
-    error: Exception, gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, gguf_file: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -353,7 +348,7 @@ def test_whatever_the_reader_raises_names_the_file(
         converted_gguf(gguf_file)
 
 
-def test_a_folder_named_like_a_gguf_file_is_named(tmp_path: Path, cache: Path) -> None:
+def test_a_folder_named_like_a_gguf_file_is_named(tmp_path: Path, model_cache: Path) -> None:
     (tmp_path / "model.gguf").mkdir()
     with pytest.raises(ModelNotFoundError, match=r"cannot read GGUF file .*model\.gguf"):
         load_backend(ModelSpec(base=str(tmp_path / "model.gguf")))
@@ -363,7 +358,7 @@ def test_a_folder_named_like_a_gguf_file_is_named(tmp_path: Path, cache: Path) -
     "error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("No space left"), Exception("No space left")]
 )
 def test_a_full_disk_names_the_cache_and_how_to_move_it(
-    error: Exception, gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, gguf_file: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(model: PreTrainedModel, where: Path) -> None:
         (where / "half.safetensors").write_bytes(b"half")
@@ -375,18 +370,18 @@ def test_a_full_disk_names_the_cache_and_how_to_move_it(
     ) as e:
         converted_gguf(gguf_file)
     assert not isinstance(e.value, ModelNotFoundError)
-    assert list(cache.iterdir()) == []
+    assert list(model_cache.iterdir()) == []
 
 
 @pytest.mark.usefixtures("never_read")
-def test_a_cache_that_cannot_be_made_is_refused_before_the_model_is_read(gguf_file: Path, cache: Path) -> None:
-    cache.write_text("a file, not a folder")
+def test_a_cache_that_cannot_be_made_is_refused_before_the_model_is_read(gguf_file: Path, model_cache: Path) -> None:
+    model_cache.write_text("a file, not a folder")
     with pytest.raises(OffsetError, match=r"cannot write the model cache .*cache: .*OFFSET_RUNTIME_CACHE"):
         converted_gguf(gguf_file)
 
 
 def test_of_two_that_convert_at_once_the_last_takes_the_others_folder(
-    gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    gguf_file: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = LlamaForCausalLM.save_pretrained
 
@@ -398,7 +393,7 @@ def test_of_two_that_convert_at_once_the_last_takes_the_others_folder(
     others: list[Path] = []
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", overtaken)
     assert [converted_gguf(gguf_file)] == others
-    assert list(cache.iterdir()) == others
+    assert list(model_cache.iterdir()) == others
 
 
 # Devices, dtypes and the end of a model

@@ -233,7 +233,7 @@ class LlamaCppBackend:
             left = chunk.token_ids
             while len(left):
                 token_ids, left = left[:room], left[room:]
-                wanted = len(token_ids) if chunk.logits == "all" else int(chunk.logits == "last" and not left)
+                wanted = len(token_ids) if chunk.logits == "all" else int(chunk.logits == "last" and len(left) == 0)
                 call.append(_Part(chunk, token_ids, wanted))
                 room -= len(token_ids)
                 if room == 0:
