@@ -11,6 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 from dequantise import dequantised
+from transformers import AutoModelForCausalLM
 
 from offset_runtime import DomainOffset, EngineSettings, LlamaCppOptions, ModelSpec, OffsetRuntime
 from offset_runtime.backends.base import Backend
@@ -67,6 +68,12 @@ def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
+
+
+@pytest.fixture
+def never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test when a model is read."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the model was read"))
 
 
 @pytest.fixture
