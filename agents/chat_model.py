@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, Literal, NoReturn, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
 from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
@@ -17,13 +18,17 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
 from langchain_core.tools import BaseTool
+from pydantic import Field
 
-from offset_runtime.agents.connection import Connection
+from offset_runtime.agents.connection import CALL_FIELDS, Connection
 from offset_runtime.agents.messages import template_messages
 from offset_runtime.agents.reply import logprobs_metadata, usage_metadata
 from offset_runtime.agents.submission import Call, aopen_stream, astream_chunks, open_stream, stream_chunks
-from offset_runtime.errors import InvalidRequestError
-from offset_runtime.request import Completion, Delta
+from offset_runtime.errors import InvalidRequestError, OffsetError
+from offset_runtime.offset import DomainOffset
+from offset_runtime.request import Completion, Delta, Reuse
+
+_log = logging.getLogger(__name__)
 
 
 class _NotSupportedError(InvalidRequestError, NotImplementedError):
@@ -66,7 +71,10 @@ class ChatOffset(Connection, BaseChatModel):
     works for a plain call, but whatever binds tools on the inner model drops such a binding, so give
     agents an instance that has the domain. `stop` of a call adds to the model's own. `streaming` is
     LangChain's: True makes invoke() stream inside, an explicit False keeps LangGraph from streaming
-    tokens; left out, tokens stream where they are asked for.
+    tokens; left out, tokens stream where they are asked for. `author_offsets`: with ``"keep"`` the messages' earlier
+    replies by a `ChatOffset` are read under the turn-anchored offsets they were written under, so that the state of
+    those turns need not be computed anew; with ``"drop"`` as plain text. `reuse`: what the prefix cache is to know of
+    the call; `agent_node` gives it. Both may be given per call too.
 
     Tools and structured output are not supported yet: binding them raises an `InvalidRequestError` that
     is a `NotImplementedError` too. LangChain's `create_agent` works with ``tools=[]``.
@@ -76,6 +84,10 @@ class ChatOffset(Connection, BaseChatModel):
     """
 
     streaming: bool = False
+    author_offsets: Literal["drop", "keep"] = "drop"
+    reuse: Reuse | None = Field(default=None, exclude=True, repr=False)
+
+    _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS | {"author_offsets", "reuse"}
 
     def batch(
         self,
@@ -190,13 +202,42 @@ class ChatOffset(Connection, BaseChatModel):
         return astream_chunks(partial(self.configured(kwargs)._prepare, messages, stop), run_manager)
 
     def _prepare(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None) -> _ChatCall:
-        turns = template_messages(messages)
+        spoken = [i for i, message in enumerate(messages) if self.author_offsets == "keep" and _is_reply(message)]
+        turns = template_messages(messages, apart=spoken)
+        authors = {place: messages[turn.pop("source")] for place, turn in enumerate(turns) if "source" in turn}
         offset = self.offset()
         runtime = self.load_runtime()
         request = runtime.chat_request(
-            turns, domain=offset, strength=self.strength, sampling=self.sampling(stop), timeout_s=self.timeout
+            turns,
+            domain=offset,
+            strength=self.strength,
+            sampling=self.sampling(stop),
+            timeout_s=self.timeout,
+            author_offsets={place: self._written_under(message) for place, message in authors.items()},
+            reuse=self.reuse,
         )
         return _ChatCall(runtime, [request], self._provenance(offset), self.max_retries)
+
+    def _written_under(self, message: BaseMessage) -> DomainOffset | None:
+        """The turn-anchored offset that a reply's metadata names, at its strength."""
+        told = message.response_metadata
+        digest, domain, strength = told.get("offset_digest"), told.get("domain"), told.get("strength", 1.0)
+        if digest is None or strength == 0:
+            return None
+        try:
+            offset = self.for_domain(domain).offset()
+        except OffsetError as error:
+            _log.warning("a reply written in domain %r is read without its offset: %s", domain, error)
+            return None
+        if offset is None or offset.digest != digest:
+            _log.warning("a reply written in domain %r is read without its offset: that is another one now", domain)
+            return None
+        # A sequence-anchored one lay at the beginning of its author's own prompt.
+        return offset.scaled(strength) if offset.anchor == "turn" else None
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "author_offsets": self.author_offsets}
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         # The key of LangChain's cache comes from here, so it must follow the arguments of the call.
@@ -218,3 +259,8 @@ class ChatOffset(Connection, BaseChatModel):
             if each.get("max_concurrency") is None:
                 each["max_concurrency"] = self.max_running
         return configs
+
+
+def _is_reply(message: BaseMessage) -> bool:
+    """Whether a message's text is what a model generated, and all of it."""
+    return isinstance(message, AIMessage) and isinstance(message.content, str) and not message.tool_calls

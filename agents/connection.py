@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
@@ -27,7 +27,8 @@ from offset_runtime.store import OffsetStore
 
 PROVIDER = "offset-runtime"
 
-_CALL_FIELDS = frozenset(
+# Fields that are arguments of a call too.
+CALL_FIELDS = frozenset(
     {*SAMPLING_FIELDS, "model", "domain", "strength", "logprobs", "top_logprobs", "timeout", "max_retries"}
 )
 
@@ -80,6 +81,7 @@ class Connection(BaseLanguageModel[Any]):
     max_retries: int = Field(default=2, ge=0)
     runtime: OffsetRuntime | None = Field(default=None, exclude=True, repr=False)
 
+    _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS
     _offsets: dict[tuple[str, Path], DomainOffset] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
@@ -133,11 +135,11 @@ class Connection(BaseLanguageModel[Any]):
         if not given:
             return self
         for name in given:
-            if name not in _CALL_FIELDS:
-                hint = nearest_hint(name, [*_CALL_FIELDS, "stop"])
+            if name not in self._call_fields:
+                known = sorted([*self._call_fields, "stop"])
                 raise InvalidRequestError(
-                    f"{type(self).__name__} got the unknown argument {name!r}{hint}. "
-                    f"A call takes: {', '.join(sorted([*_CALL_FIELDS, 'stop']))}."
+                    f"{type(self).__name__} got the unknown argument {name!r}{nearest_hint(name, known)}. "
+                    f"A call takes: {', '.join(known)}."
                 )
         given = _with_address_split(given)
         fields = {name: getattr(self, name) for name in self.model_fields_set} | given
@@ -256,7 +258,7 @@ class Connection(BaseLanguageModel[Any]):
 
     async def _read_offset(self, arguments: Mapping[str, Any]) -> None:
         """Read the offset of a call in a thread, so that what LangChain asks of it later finds it in memory."""
-        settings = self.configured({name: arguments[name] for name in arguments.keys() & _CALL_FIELDS})
+        settings = self.configured({name: arguments[name] for name in arguments.keys() & self._call_fields})
         if settings.domain is not None and settings._known_offset(settings.domain) is None:
             await asyncio.to_thread(settings.offset)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -26,12 +26,13 @@ _UNSPOKEN_BLOCKS = frozenset(
 )
 
 
-def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[BaseMessage], *, apart: Collection[int] = ()) -> list[dict[str, Any]]:
     """Lay `messages` out as chat templates take them: dicts with `role` and `content` (a string).
 
     Many templates accept one system message, at the front, and strictly alternating turns. So all
     system messages are merged into one in front, and consecutive messages of one role into one, with a
-    blank line between. A message's `name` and blocks of thought are not shown to the model.
+    blank line between. A message's `name` and blocks of thought are not shown to the model. Messages
+    whose index is in `apart` are merged with none, and have that index under ``source``.
 
     Raises `InvalidRequestError` for an empty list, for content other than text, and for messages that
     are no chat turns.
@@ -39,6 +40,8 @@ def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequestError("no messages were given; a chat model needs at least one, for example a user's")
     turns = [_turn(message, place) for place, message in enumerate(messages, start=1)]
+    for index in apart:
+        turns[index]["source"] = index
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     merged: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(filter(None, system))}] if system else []
     for turn in turns:
@@ -53,7 +56,7 @@ def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 def _can_merge(last: Mapping[str, Any], turn: Mapping[str, Any]) -> bool:
     # A tool's answer belongs to one call, and a call is followed by its answer.
-    return bool(last["role"] == turn["role"] != "tool") and "tool_calls" not in last and "tool_calls" not in turn
+    return bool(last["role"] == turn["role"] != "tool") and not {"tool_calls", "source"} & {*last, *turn}
 
 
 def _turn(message: BaseMessage, place: int) -> dict[str, Any]:

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from langchain_core.language_models.base import LanguageModelInput
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-    convert_to_messages,
-    merge_message_runs,
-)
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langgraph.graph import END
 from langgraph.types import Command
 
+from offset_runtime.agents.chat_model import ChatOffset
+from offset_runtime.agents.transcript import History, Transcript
 from offset_runtime.errors import InvalidRequestError, OffsetError
-
-# Whoever started the conversation: the author of all messages that are no agent's.
-USER = "START"
+from offset_runtime.request import Reuse
 
 Route = Callable[[str], str]
+
+# The reader of a transcript whose state all agents share.
+_ALL = "transcript"
 
 
 def agent_node(
@@ -37,12 +31,24 @@ def agent_node(
     system_prompt: str = "",
     reads: Collection[str] | None = None,
     route: Route | None = None,
+    history: History = "separate",
+    upcoming: Mapping[str, int] | None = None,
 ) -> Runnable[Any, Any]:
     """Make the node of one agent, for graphs whose state has `messages` (with the reducer `add_messages`).
 
     `name` is the author of the agent's replies, and `model` speaks for it, usually a `ChatOffset` in the
-    agent's domain. The model is given `system_prompt` and the messages the agent may read: its own
-    replies as its own turns, those of other agents as a user's, with the author's name on a line before.
+    agent's domain. `history` says how the messages the agent may read are shown to it:
+
+    - ``separate``: `system_prompt` first, then the messages: the agent's own replies as its turns, those of others
+      as a user's, with the author's name on a line before. What a model is used to, but no two agents read the same.
+    - ``shared``: all agents' replies as a user's, with the author's name, and `system_prompt` at the end, after
+      ``@name:``. Agents share the state of the transcript; a new turn is read again once, by whoever comes next.
+    - ``verbatim``: every turn as it was written: the instructions its author had, its reply as the assistant's, and
+      its author's offset where it lay (turn-anchored ones, with `ChatOffset`). Nothing is read twice.
+
+    `upcoming`: in how many steps agents of the graph read next once this one has (1: the next), for the prefix cache,
+    which then drops what nobody is about to read first (with a `ChatOffset` that is not wrapped in anything).
+
     `reads` names the authors whose messages it may read, ``"START"`` being the user (None: all; an agent
     that is to remember its own replies must then name itself). `route` maps the reply's text to the name
     of the next node (``"END"`` ends): the node then returns a `Command` that goes there. The node cannot
@@ -59,7 +65,9 @@ def agent_node(
             f"reads={reads!r} of agent {name!r} is one name; give a list, for example [{reads!r}]"
         )
     readable = None if reads is None else frozenset(reads)
-    turn = _Turn(name, model, system_prompt, readable, route)
+    if history == "verbatim" and isinstance(model, ChatOffset):
+        model = model.configured({"author_offsets": "keep"})
+    turn = _Turn(Transcript(name, system_prompt, readable, history), model, route, upcoming)
     return RunnableLambda(turn.run, turn.arun, name=name)
 
 
@@ -67,60 +75,49 @@ def agent_node(
 class _Turn:
     """One agent's turn: what it reads, and what becomes of its reply."""
 
-    name: str
+    transcript: Transcript
     model: Runnable[LanguageModelInput, AIMessage]
-    system_prompt: str
-    reads: frozenset[str] | None
     route: Route | None
+    upcoming: Mapping[str, int] | None
 
     def run(self, state: Any, config: RunnableConfig) -> Any:
         prompt = self._prompt(state)
-        with _naming(self.name):
-            reply = self.model.invoke(prompt, self._tagged(config))
+        with _naming(self.transcript.name):
+            reply = self.model.invoke(prompt, self._tagged(config), **self._arguments(config))
         return self._outcome(reply)
 
     async def arun(self, state: Any, config: RunnableConfig) -> Any:
         prompt = self._prompt(state)
-        with _naming(self.name):
-            reply = await self.model.ainvoke(prompt, self._tagged(config))
+        with _naming(self.transcript.name):
+            reply = await self.model.ainvoke(prompt, self._tagged(config), **self._arguments(config))
         return self._outcome(reply)
 
     def _prompt(self, state: Any) -> list[BaseMessage]:
         messages = state["messages"] if isinstance(state, Mapping) else state.messages
-        signed = list(_signed(convert_to_messages(messages)))
-        shown = [
-            shown
-            for author, message in signed
-            if (self.reads is None or author in self.reads) and (shown := self._shown(author, message))
-        ]
-        if not shown:
-            found = ", ".join(sorted({author for author, _ in signed})) or "none"
-            wanted = "all" if self.reads is None else ", ".join(sorted(self.reads))
-            raise InvalidRequestError(
-                f"agent {self.name!r} has no message to read: it reads {wanted}, and the messages are by: {found}. "
-                "Run an agent it reads before it, or let it read START."
-            )
-        opening = [SystemMessage(self.system_prompt)] if self.system_prompt else []
-        return [*opening, *_with_user_turns_merged(shown)]
-
-    def _shown(self, author: str, message: BaseMessage) -> BaseMessage | None:
-        if author in (USER, self.name):
-            return message
-        text = str(message.text)
-        return HumanMessage(f"{author}:\n{text}") if text else None
+        return self.transcript.show(convert_to_messages(messages))
 
     def _tagged(self, config: RunnableConfig) -> RunnableConfig:
-        return {**config, "metadata": {**config.get("metadata", {}), "agent": self.name}}
+        return {**config, "metadata": {**config.get("metadata", {}), "agent": self.transcript.name}}
+
+    def _arguments(self, config: RunnableConfig) -> dict[str, Any]:
+        """What the model is told beside the prompt: for the prefix cache, who reads now, and who reads next."""
+        if self.upcoming is None or not isinstance(self.model, ChatOffset):
+            return {}
+        # Runs without a thread are one conversation to the cache: what it is told only orders what it drops.
+        thread = str(config.get("configurable", {}).get("thread_id", ""))
+        if self.transcript.history == "separate":
+            return {"reuse": Reuse(thread, self.transcript.name, self.upcoming)}
+        soonest = {_ALL: min(self.upcoming.values())} if self.upcoming else {}
+        return {"reuse": Reuse(thread, _ALL, soonest)}
 
     def _outcome(self, reply: AIMessage) -> Any:
-        # The id stays: by it LangGraph knows that this message was streamed already.
-        update = {"messages": [reply.model_copy(update={"name": self.name})]}
+        update = {"messages": [self.transcript.sign(reply)]}
         if self.route is None:
             return update
         target = self.route(str(reply.text))
         if not isinstance(target, str) or not target:
             raise InvalidRequestError(
-                f"the route of agent {self.name!r} returned {target!r}; expected the name of a node, or 'END'"
+                f"the route of agent {self.transcript.name!r} returned {target!r}; expected a node's name, or 'END'"
             )
         return Command(goto=END if target == "END" else target, update=update)
 
@@ -136,20 +133,3 @@ def _naming(agent: str) -> Iterator[None]:
         named = kind.__new__(kind, f"agent {agent!r}: {error}")
         named.__dict__.update(error.__dict__)
         raise named from error
-
-
-def _signed(messages: Iterable[BaseMessage]) -> Iterable[tuple[str, BaseMessage]]:
-    """Each message with its author. A tool's answer belongs to the agent that called the tool."""
-    author = USER
-    for message in messages:
-        if not isinstance(message, ToolMessage):
-            author = message.name if isinstance(message, AIMessage) and message.name else USER
-        yield author, message
-
-
-def _with_user_turns_merged(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-    merged: list[BaseMessage] = []
-    for is_user, group in groupby(messages, key=lambda message: isinstance(message, HumanMessage)):
-        run = list(group)
-        merged.extend(merge_message_runs(run, chunk_separator="\n\n") if is_user else run)
-    return merged

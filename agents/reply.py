@@ -22,8 +22,13 @@ class Provenance:
     strength: float
 
     def metadata(self, completion: Completion) -> dict[str, Any]:
-        """Return the provenance with why the reply ended and the seconds each phase took."""
-        return {**asdict(self), "finish_reason": completion.finish_reason, "timings": asdict(completion.timings)}
+        """Return the provenance, why the reply ended, the seconds each phase took, and what the prefix cache did."""
+        return {
+            **asdict(self),
+            "finish_reason": completion.finish_reason,
+            "timings": asdict(completion.timings),
+            "cache": {"hit_tokens": completion.usage.cached_tokens, **asdict(completion.cache)},
+        }
 
 
 def usage_metadata(completion: Completion) -> UsageMetadata:

@@ -14,6 +14,7 @@ from offset_runtime.graphs.loader import load_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.schema import Agent, Edge, Workflow
 from offset_runtime.graphs.terminal import show_events, turns_table
+from offset_runtime.graphs.warm import warm_up
 
 __all__ = [
     "Agent",
@@ -33,4 +34,5 @@ __all__ = [
     "show_events",
     "sqlite_checkpoints",
     "turns_table",
+    "warm_up",
 ]

@@ -14,6 +14,7 @@ from offset_runtime.agents import ChatOffset, agent_node
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS
 from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import raise_findings
+from offset_runtime.graphs.flow import history, upcoming
 from offset_runtime.graphs.loader import load_workflow
 from offset_runtime.graphs.routing import edge_router, handoff_instruction, handoff_route
 from offset_runtime.graphs.schema import END, START, Agent, Edge, Origin, Workflow
@@ -105,12 +106,22 @@ def agent_offsets(workflow: Workflow, runtime: OffsetRuntime | None = None) -> d
 
 
 def _node(workflow: Workflow, name: str, agent: Agent, runtime: OffsetRuntime | None) -> Any:
-    model = chat_model(workflow, agent, runtime)
+    return agent_node(
+        name,
+        chat_model(workflow, agent, runtime),
+        system_prompt=instructions(workflow, agent),
+        reads=agent.reads,
+        route=handoff_route(name, agent.handoffs) if agent.handoffs else None,
+        history=history(workflow),
+        upcoming=upcoming(workflow, name),
+    )
+
+
+def instructions(workflow: Workflow, agent: Agent) -> str:
+    """What an agent is told: its system prompt, and whom it may hand over to."""
     if not agent.handoffs:
-        return agent_node(name, model, system_prompt=agent.system_prompt, reads=agent.reads)
-    prompt = f"{agent.system_prompt}\n\n{handoff_instruction(workflow.agents, agent.handoffs)}".lstrip()
-    route = handoff_route(name, agent.handoffs)
-    return agent_node(name, model, system_prompt=prompt, reads=agent.reads, route=route)
+        return agent.system_prompt
+    return f"{agent.system_prompt}\n\n{handoff_instruction(workflow.agents, agent.handoffs)}".lstrip()
 
 
 def _add_edge(

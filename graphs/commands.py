@@ -22,6 +22,7 @@ from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.schema import Workflow
 from offset_runtime.graphs.terminal import memory_line, show_events
+from offset_runtime.graphs.warm import warm_up
 from offset_runtime.models import chosen_backend
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.shared import shared_runtimes
@@ -71,6 +72,7 @@ def run(
         offsets = agent_offsets(loaded, runtime)
         if saver is not None and not resume:
             _say_if_continued(graph, config)
+        warm_up(loaded, runtime, thread=thread)
         try:
             # Closed before the checkpoint is read: until then agents go on.
             with contextlib.closing(run_workflow(graph, text, config=config)) as events:

@@ -40,10 +40,15 @@ class AgentFinished:
 
 @dataclass(frozen=True, slots=True)
 class WorkflowFinished:
-    """The workflow reached END after `turns` turns of agents and `elapsed_s` seconds."""
+    """The workflow reached END after `turns` turns of agents and `elapsed_s` seconds.
+
+    Of `prompt_tokens` of all turns `cached_tokens` were not read again, thanks to the prefix cache.
+    """
 
     turns: int
     elapsed_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 WorkflowEvent = AgentStarted | AgentToken | AgentFinished | WorkflowFinished

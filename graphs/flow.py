@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from offset_runtime.agents.transcript import History
 from offset_runtime.graphs.schema import END, REPLY_CONTAINS, START, Workflow
 
 # For each node what follows it: of every set one target is chosen. A plain edge is a set of one.
@@ -26,6 +27,34 @@ def choices(workflow: Workflow) -> dict[str, list[frozenset[str]]]:
         if agent.handoffs:
             found.setdefault(name, []).append(frozenset({*_known(agent.handoffs, workflow), END}))
     return found
+
+
+def history(workflow: Workflow) -> History:
+    """How agents are shown the messages: as the workflow says, else by its pattern.
+
+    Where several agents read all messages and take turns in another way than one after the other, once (handoffs,
+    choices, branches that run in parallel, cycles), they share the transcript's state.
+    """
+    if workflow.history is not None:
+        return workflow.history
+    follows = choices(workflow)
+    readers = [name for name, agent in workflow.agents.items() if agent.reads is None]
+    chain = all(len(ends) == 1 and len(ends[0]) == 1 for ends in follows.values())
+    cycle = any(name in reachable(name, follows) for name in workflow.agents)
+    return "shared" if len(readers) > 1 and (cycle or not chain) else "separate"
+
+
+def upcoming(workflow: Workflow, node: str) -> dict[str, int]:
+    """In how many steps, at the least, each agent that may come after `node` has its turn (1: the next)."""
+    follows = choices(workflow)
+    steps: dict[str, int] = {}
+    front, step = {node}, 1
+    while front:
+        reached = {end for name in front for ends in follows.get(name, ()) for end in ends}
+        front = {end for end in reached if end != END and end not in steps}
+        steps.update(dict.fromkeys(sorted(front), step))
+        step += 1
+    return steps
 
 
 def joins_behind_choice(workflow: Workflow) -> Iterator[tuple[int, str]]:

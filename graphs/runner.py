@@ -45,13 +45,19 @@ def run_workflow(
 
 
 def _events(run: _Run) -> Generator[WorkflowEvent, None, None]:
-    started, turns = time.monotonic(), 0
+    started, turns = time.monotonic(), list[Usage]()
     with run:
         for event in run:
-            turns += isinstance(event, AgentFinished)
+            if isinstance(event, AgentFinished):
+                turns.append(event.usage)
             yield event
         run.check_joins()
-    yield WorkflowFinished(turns, time.monotonic() - started)
+    yield WorkflowFinished(
+        len(turns),
+        time.monotonic() - started,
+        sum(usage.prompt_tokens for usage in turns),
+        sum(usage.cached_tokens for usage in turns),
+    )
 
 
 class _Left(BaseException):

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
+from offset_runtime.agents.transcript import History
 from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.models import BackendName, ModelSpec
 
@@ -183,7 +184,8 @@ class Workflow(_Section):
     """A workflow of agents on one base model.
 
     `domains`: offset files by domain name. `store`: a folder of offsets, for domains that `domains`
-    does not name. In a file both are relative to the file.
+    does not name. In a file both are relative to the file. `history`: how agents are shown the messages, as in
+    `agent_node`; None leaves it to the workflow's pattern (`flow.history`).
     """
 
     version: Literal[1]
@@ -192,6 +194,7 @@ class Workflow(_Section):
     model: BaseModelSection
     domains: dict[str, str] = Field(default_factory=dict)
     store: str | None = None
+    history: History | None = None
     agents: dict[AgentName, Agent] = Field(min_length=1)
     edges: Annotated[tuple[Edge, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
 

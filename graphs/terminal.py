@@ -103,12 +103,14 @@ def _effect(offset: DomainOffset | None) -> tuple[str, str]:
 
 
 def memory_line(runtime: OffsetRuntime, offsets: Mapping[str, DomainOffset | None]) -> str:
-    """What is in memory: one base model, whatever the number of agents, and the offsets, by agent."""
+    """What is in memory: one base model, whatever the number of agents, the offsets, by agent, and the prefix cache."""
+    cache = runtime.engine.cache_figures
     unique = {offset.digest: offset.tensor.nbytes for offset in offsets.values() if offset is not None}
     return (
         f"in memory: 1 base model of {runtime.backend.model_bytes() / 1e6:.0f} MB on {runtime.backend.name} "
         f"for {len(offsets)} agents, "
-        f"and {len(unique)} domain offsets of {sum(unique.values()) / 1e3:.0f} KB together"
+        f"{len(unique)} domain offsets of {sum(unique.values()) / 1e3:.0f} KB together, and a prefix cache of "
+        f"{cache.bytes / 1e6:.1f} MB ({cache.entries} entries, {cache.evictions} evicted)"
     )
 
 
@@ -277,4 +279,5 @@ def _summary(turn: AgentFinished) -> str:
 
 def _closing(event: WorkflowFinished) -> Text:
     turns = f"{event.turns} turn{'' if event.turns == 1 else 's'}"
-    return Text(f"{turns} in {event.elapsed_s:.1f} s\n", style="dim")
+    again = f"; {event.cached_tokens} of {event.prompt_tokens} prompt tokens came from the prefix cache"
+    return Text(f"{turns} in {event.elapsed_s:.1f} s{again if event.cached_tokens else ''}\n", style="dim")

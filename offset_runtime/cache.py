@@ -10,13 +10,14 @@ another digest, can never meet the state of the old one. The idea of a radix tre
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from offset_runtime.backends.base import Backend, SequenceId
 from offset_runtime.errors import KVCacheFullError, OutOfMemoryError
 from offset_runtime.placement import Symbol
+from offset_runtime.request import Reuse
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 # What a backend raises where sequences that are open leave too little room for what it is asked.
 _NO_ROOM = (KVCacheFullError, OutOfMemoryError, MemoryError)
+
+# For how many uses of the cache a session that asks nothing is believed to go on: its run may have been stopped.
+_SESSION_LASTS = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -37,12 +41,22 @@ class _Node:
     sequence: SequenceId | None = None
     size_bytes: int = 0
     used: int = 0
+    session: str = ""
+    reader: str = ""
 
     def below(self) -> Iterator[_Node]:
         """This node and all below it."""
         yield self
         for child in self.children.values():
             yield from child.below()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """In how many steps the readers of a session read again, as was said at a time of the cache's clock."""
+
+    said: int
+    upcoming: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +79,9 @@ class PrefixCache:
     """Sequences that ended, kept on `backend` for requests that begin as they did.
 
     `max_bytes`: state all entries may hold together, each counted as if it shared nothing; `max_entries`: most
-    sequences, or None. Least recently used entries go first. Not thread-safe: it belongs to the engine's thread.
+    sequences, or None. Least recently used entries go first, but those of readers that are expected go after all
+    others, the latest expected first (as in KVFlow, https://arxiv.org/abs/2507.07400). Not thread-safe: it belongs to
+    the engine's thread.
     """
 
     def __init__(self, backend: Backend, *, max_bytes: int, max_entries: int | None = None) -> None:
@@ -76,6 +92,7 @@ class PrefixCache:
         self._entries: dict[SequenceId, _Node] = {}
         self._tokens = self._bytes = 0
         self._clock = 0
+        self._outlooks: dict[str, _Outlook] = {}
         self._hit_tokens = self._asked_tokens = self._evictions = 0
 
     @property
@@ -112,12 +129,26 @@ class PrefixCache:
             self._hit_tokens += held
             return sequence, held
 
-    def put(self, symbols: Sequence[Symbol], sequence: SequenceId) -> None:
-        """Keep a sequence that holds `symbols`; it belongs to the cache from now on, which may free it at once."""
+    def expect(self, reuse: Reuse) -> None:
+        """Take in which readers of a session read next."""
+        self._outlooks = {
+            session: outlook
+            for session, outlook in self._outlooks.items()
+            if session != reuse.session and self._clock - outlook.said < _SESSION_LASTS
+        }
+        if reuse.upcoming:
+            self._outlooks[reuse.session] = _Outlook(self._clock, dict(reuse.upcoming))
+
+    def put(self, symbols: Sequence[Symbol], sequence: SequenceId, reuse: Reuse | None = None) -> None:
+        """Keep a sequence that holds `symbols`; it belongs to the cache from now on, which may free it at once.
+
+        `reuse` says whose it is.
+        """
         node, matched = self._match(symbols)
         known = self._covering(node, matched) if matched == len(symbols) else None
         if known is not None and known.depth >= matched:
             self._touch(known)
+            _sign(known, reuse)
             self._free(sequence)
             return
         size = self._backend.sequence_bytes(sequence) if symbols else 0
@@ -126,6 +157,7 @@ class PrefixCache:
             return
         leaf = self._grow(symbols)
         leaf.sequence, leaf.size_bytes = sequence, size
+        _sign(leaf, reuse)
         self._entries[sequence] = leaf
         self._tokens += leaf.depth
         self._bytes += size
@@ -238,8 +270,16 @@ class PrefixCache:
             node = parent
 
     def _evict(self) -> None:
-        self._drop(min(self._entries.values(), key=lambda entry: entry.used))
+        self._drop(min(self._entries.values(), key=self._worth))
         self._evictions += 1
+
+    def _worth(self, entry: _Node) -> tuple[bool, int, int]:
+        """What entries are ordered by, the first to go first: not expected, expected late, used long ago."""
+        outlook = self._outlooks.get(entry.session)
+        if outlook is None or self._clock - outlook.said >= _SESSION_LASTS:
+            return False, 0, entry.used
+        steps = outlook.upcoming.get(entry.reader)
+        return steps is not None, -(steps or 0), entry.used
 
     def _drop(self, node: _Node) -> None:
         """Free an entry's sequence, and prune what then leads nowhere."""
@@ -259,6 +299,11 @@ class PrefixCache:
         except Exception:
             # A request must not fail for what another one left.
             _log.exception("a cached sequence could not be freed")
+
+
+def _sign(entry: _Node, reuse: Reuse | None) -> None:
+    if reuse is not None:
+        entry.session, entry.reader = reuse.session, reuse.reader
 
 
 def _agreement(edge: Sequence[Symbol], symbols: Sequence[Symbol], start: int) -> int:

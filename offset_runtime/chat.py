@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 
 from offset_runtime.backends.base import Message, Tokenizer
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
@@ -19,6 +20,43 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     list of messages, an empty conversation, an unknown role, or content that is no text or no valid
     Unicode.
     """
+    rendered = _rendered(tokenizer, messages)
+    check_text(rendered)
+    return tokenizer.encode(rendered)
+
+
+def chat_turns(
+    tokenizer: Tokenizer, messages: Sequence[Message], spoken: Collection[int]
+) -> tuple[list[int], dict[int, int]]:
+    """As `chat_prompt`, with the texts of the messages `spoken` (indices) as they stood when they were generated.
+
+    Such a text is encoded apart from what is around it, and stands as it was written, whatever the template does
+    to earlier replies. Returns the token ids, and for each message of `spoken` the position of its first token; one
+    that the template leaves out has none.
+
+    Raises what `chat_prompt` raises.
+    """
+    # Not to be found in anyone's text.
+    marks = {index: f"<{secrets.token_hex(16)}>" for index in spoken}
+    rendered = _rendered(tokenizer, [{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)])
+    texts = {index: messages[index].get("content") for index in spoken}
+    for text in (rendered, *texts.values()):
+        check_text(text)
+    ids: list[int] = []
+    positions: dict[int, int] = {}
+    for index in sorted(marks, key=lambda index: rendered.find(marks[index])):
+        text, mark = str(texts[index]), marks[index]
+        if rendered.count(mark) != 1:
+            rendered = rendered.replace(mark, text)
+            continue
+        before, rendered = rendered.split(mark)
+        ids += tokenizer.encode(before)
+        positions[index] = len(ids)
+        ids += tokenizer.encode(text)
+    return ids + tokenizer.encode(rendered), positions
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     if not tokenizer.has_chat_template:
         raise PromptFormatError(
             "this model has no chat template, so chat messages cannot be laid out; "
@@ -30,14 +68,12 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     for place, message in enumerate(messages, start=1):
         _check(message, place)
     try:
-        rendered = tokenizer.render_chat(messages)
+        return tokenizer.render_chat(messages)
     except PromptFormatError:
         if messages[0].get("role") != "system" or len(messages) == 1:
             raise
         # Some templates know no system role (Gemma's); what it says then opens the user's message.
-        rendered = tokenizer.render_chat(_system_in_user_message(messages))
-    check_text(rendered)
-    return tokenizer.encode(rendered)
+        return tokenizer.render_chat(_system_in_user_message(messages))
 
 
 def check_text(text: object) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from offset_runtime.errors import (
 )
 from offset_runtime.job import Job
 from offset_runtime.placement import check_placements
-from offset_runtime.request import Completion, Delta, Event, Request, Sink
+from offset_runtime.request import CacheUse, Completion, Delta, Event, Request, Sink
 from offset_runtime.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class Engine:
     def _collect(self) -> bool:
         """Wait for work and take it in; False when the engine is to stop."""
         with self._wake:
-            while not (self._closing or self._inbox or self._scheduler.running or self._scheduler.waiting):
+            while not (self._closing or self._inbox or self._scheduler.open):
                 self._wake.wait()
             self._drain_inbox()
             return not self._closing
@@ -198,7 +199,7 @@ class Engine:
     def _sweep(self) -> None:
         """End requests that were cancelled or are past their deadline."""
         now = time.monotonic()
-        for job in [*self._scheduler.running, *self._scheduler.waiting]:
+        for job in self._scheduler.open:
             if job.cancelled:
                 self._end(job, RequestCancelledError("the request was cancelled"))
             elif job.deadline is not None and now >= job.deadline:
@@ -211,6 +212,9 @@ class Engine:
                 )
 
     def _start(self, job: Job) -> None:
+        job.evictions_before = self._cache_figures.evictions
+        if job.request.reuse is not None:
+            self._cache.expect(job.request.reuse)
         try:
             found = self._cache.take(job.prompt_symbols, job.reusable_tokens)
             job.open(*found or (self._cache.with_room(self.backend.allocate), 0))
@@ -268,6 +272,10 @@ class Engine:
             except Exception:
                 # The caller must get its answer, and the other requests their steps.
                 _log.exception("the state of an ended request could not be freed")
+        if isinstance(outcome, Completion):
+            held = self._cache_figures
+            used = CacheUse(held.entries, held.bytes, held.evictions - job.evictions_before)
+            outcome = replace(outcome, cache=used)
         try:
             job.sink(outcome)
         except Exception:
@@ -276,13 +284,13 @@ class Engine:
     def _part_from(self, job: Job, sequence: SequenceId, outcome: Event) -> None:
         """Keep the state of a request that ended well or was stopped; after an error nobody knows what it is."""
         if isinstance(outcome, Completion | RequestCancelledError | DeadlineExceededError):
-            self._cache.put(job.read_symbols, sequence)
+            self._cache.put(job.read_symbols, sequence, job.request.reuse)
         else:
             self.backend.free(sequence)
         self._cache_figures = self._cache.figures
 
     def _end_all(self, why: str) -> None:
-        for job in [*self._scheduler.running, *self._scheduler.waiting]:
+        for job in self._scheduler.open:
             # One error a request: threads that raise one object at once would mix its tracebacks.
             self._end(job, EngineClosedError(why))
 

@@ -30,6 +30,7 @@ class Job:
         self.sequence: SequenceId | None = None
         self.output_ids: list[int] = []
         self.cached_tokens = 0
+        self.evictions_before = 0
         self._fed = 0
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -67,6 +68,10 @@ class Job:
     @property
     def reserved_tokens(self) -> int:
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    @property
+    def background(self) -> bool:
+        return self.request.background
 
     def chunk(self, tokens: int) -> Chunk:
         """The next `tokens` tokens to feed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,12 +13,27 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """Whose state a request leaves behind, and who reads on: what the prefix cache had better keep.
+
+    `session` names a conversation, `reader` the one of its readers whose request this is. `upcoming`: in how many
+    steps (1: the next) each reader of the session is expected to read again; it replaces what an earlier request
+    of the session said. Where an entry must go, those of readers that nobody expects go first.
+    """
+
+    session: str
+    reader: str
+    upcoming: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Token ids plus placements, and how to reply.
 
     `timeout_s`: seconds from submission, waiting included, after which the request fails with
     `DeadlineExceededError`. `score_from`: position from which the prompt's own log-probabilities are
-    returned (at least 1: nothing precedes position 0), or None.
+    returned (at least 1: nothing precedes position 0), or None. `reuse`: what the prefix cache is to know, or
+    None. `background`: start only while no other request waits or runs.
     """
 
     prompt_ids: tuple[int, ...]
@@ -26,6 +41,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout_s: float | None = None
     score_from: int | None = None
+    reuse: Reuse | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,15 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUse:
+    """The prefix cache at the end of a request: what it holds, and how many entries gave way while the request ran."""
+
+    entries: int = 0
+    bytes: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished reply. `prompt_logprobs` is filled only for requests with `score_from`."""
 
@@ -75,6 +101,7 @@ class Completion:
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[float, ...] = ()
+    cache: CacheUse = CacheUse()
 
 
 Event = Delta | Completion | Exception

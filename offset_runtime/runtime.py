@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from numbers import Real
 from types import MappingProxyType, TracebackType
 from typing import Self
 
 from offset_runtime.backends.base import Backend, Message
-from offset_runtime.chat import chat_prompt, check_text
+from offset_runtime.chat import chat_prompt, chat_turns, check_text
 from offset_runtime.documents import Document
 from offset_runtime.engine import Engine, EngineSettings
 from offset_runtime.errors import InvalidRequestError, PromptFormatError, UnknownDomainError
 from offset_runtime.layout import lay_out
 from offset_runtime.models import ModelSpec, load_backend
 from offset_runtime.offset import DomainOffset, PromptFormat
-from offset_runtime.placement import place
-from offset_runtime.request import Completion, Request
+from offset_runtime.placement import Placement, place
+from offset_runtime.request import Completion, Request, Reuse
 from offset_runtime.sampling import SamplingParams
 from offset_runtime.store import OffsetStore
 from offset_runtime.stream import AsyncStream, Stream
@@ -133,15 +134,47 @@ class OffsetRuntime:
         strength: float = 1.0,
         sampling: SamplingParams | None = None,
         timeout_s: float | None = None,
+        author_offsets: Mapping[int, DomainOffset | None] | None = None,
+        reuse: Reuse | None = None,
     ) -> Request:
         """Lay chat messages out with the model's template and place the domain's offset in them.
 
-        `strength` scales the offset. Raises `UnknownDomainError`, `BaseModelMismatchError`,
-        `PromptFormatError` for an offset that was not trained in format `chat`, and `InvalidRequestError`
-        for messages, a domain or a strength that are none.
+        `strength` scales the offset. `author_offsets`: the turn-anchored offsets that earlier replies were written
+        under (None: none), by index of the message. Such a reply is read as it was generated, its offset where it lay
+        then, so that the state of that turn can be used as it is; an offset that would reach into a later one is left
+        out. `reuse`: see `Request`.
+
+        Raises `UnknownDomainError`, `BaseModelMismatchError`, `PromptFormatError` for an offset that was not trained
+        in format `chat`, `PlacementError` for one that its turn has no room for, and `InvalidRequestError` for
+        messages, a domain or a strength that are none, and for an author's offset without a turn.
         """
-        prompt = chat_prompt(self.backend.tokenizer, messages)
-        return self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
+        tokenizer, authors = self.backend.tokenizer, author_offsets or {}
+        self._check_authors(messages, authors)
+        prompt, begun = chat_turns(tokenizer, messages, authors) if authors else (chat_prompt(tokenizer, messages), {})
+        request = self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
+        spoken = [place(offset, begun[index]) for index, offset in authors.items() if offset and index in begun]
+        return replace(request, placements=_apart(request.placements, spoken), reuse=reuse)
+
+    def warm(
+        self, messages: Sequence[Message], *, domain: Domain = None, strength: float = 1.0, reuse: Reuse | None = None
+    ) -> int:
+        """Have what chats that begin with `messages` have in common, such as a system prompt, read ahead of them.
+
+        That is done while nothing else runs, and the prefix cache keeps the state. Returns at once, with how many
+        tokens it is; 0 where there are none. Raises what `chat_request` raises, and what `Engine.submit` does.
+        """
+        tokenizer = self.backend.tokenizer
+        # What follows decides over the last token or two, and some templates refuse a system message alone.
+        one, other = (chat_prompt(tokenizer, [*messages, {"role": "user", "content": text}]) for text in ("a", "1"))
+        fixed = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+        if not fixed:
+            return 0
+        offset = self.offset(domain)
+        # A turn-anchored offset lies behind what is fixed.
+        early = offset if offset is not None and offset.anchor == "sequence" else None
+        request = self._request(fixed, early, strength, ("chat",), SamplingParams(max_tokens=0), None)
+        self.engine.submit(replace(request, reuse=reuse, background=True), lambda event: None)
+        return len(fixed)
 
     def text_request(
         self,
@@ -245,12 +278,35 @@ class OffsetRuntime:
         placements = () if offset is None or strength == 0 else (place(offset.scaled(strength), len(prompt)),)
         return Request(tuple(prompt), placements, sampling or SamplingParams(), timeout_s)
 
+    def _check_authors(self, messages: Sequence[Message], authors: Mapping[int, DomainOffset | None]) -> None:
+        for index, offset in authors.items():
+            if not 0 <= index < len(messages):
+                raise InvalidRequestError(
+                    f"author_offsets names message {index} of {len(messages)}; expected its index"
+                )
+            if offset is not None and offset.anchor != "turn":
+                raise InvalidRequestError(
+                    f"author_offsets[{index}] is the sequence-anchored offset of domain {offset.domain!r}, which lay "
+                    "at the start of its author's prompt; expected a turn-anchored one, or None"
+                )
+            if offset is not None:
+                self._check(offset)
+
     def _check(self, offset: DomainOffset) -> None:
         # By digest and base: two files may hold one tensor and different identities.
         key = f"{offset.digest}|{offset.base.model_dump_json()}"
         if key not in self._checked:
             self.backend.identity.check(offset.base, domain=offset.domain)
             self._checked.add(key)
+
+
+def _apart(own: Sequence[Placement], spoken: Sequence[Placement]) -> tuple[Placement, ...]:
+    """All placements in order, without those of `spoken` that reach into `own` or a later one."""
+    kept = list(own)
+    for placement in sorted(spoken, key=lambda p: p.index, reverse=True):
+        if all(placement.stop <= other.index or other.stop <= placement.index for other in kept):
+            kept.append(placement)
+    return tuple(sorted(kept, key=lambda p: p.index))
 
 
 def _check_strength(strength: object) -> None:

@@ -19,6 +19,10 @@ class Schedulable(Protocol):
     def reserved_tokens(self) -> int:
         """Most tokens of state the request can come to hold."""
 
+    @property
+    def background(self) -> bool:
+        """Whether the request may start only while nothing else waits or runs."""
+
 
 T = TypeVar("T", bound=Schedulable)
 
@@ -38,22 +42,34 @@ class Scheduler(Generic[T]):
     split_prefill: bool = True
     running: list[T] = field(default_factory=list)
     waiting: deque[T] = field(default_factory=deque)
+    idle_work: deque[T] = field(default_factory=deque)
+
+    @property
+    def open(self) -> list[T]:
+        """All requests that have not ended."""
+        return [*self.running, *self.waiting, *self.idle_work]
 
     def add(self, item: T) -> None:
         """Queue a request."""
-        self.waiting.append(item)
+        (self.idle_work if item.background else self.waiting).append(item)
 
     def remove(self, item: T) -> None:
         """Forget a request, running or waiting."""
-        if item in self.running:
-            self.running.remove(item)
-        elif item in self.waiting:
-            self.waiting.remove(item)
+        for queue in (self.running, self.waiting, self.idle_work):
+            if item in queue:
+                queue.remove(item)
 
     def admit(self) -> Iterator[T]:
-        """Move waiting requests to running, oldest first, while there is room; yield each."""
+        """Move waiting requests to running, oldest first, while there is room; yield each.
+
+        Of those in the background one is moved, once nothing else is there.
+        """
         while self.waiting and len(self.running) < self.max_running and self._fits(self.waiting[0]):
             item = self.waiting.popleft()
+            self.running.append(item)
+            yield item
+        if self.idle_work and not self.running and not self.waiting:
+            item = self.idle_work.popleft()
             self.running.append(item)
             yield item
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offset_runtime.backends.base import Chunk, SequenceId
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.cache import PrefixCache
+from offset_runtime.request import Reuse
 
 # What the fake holds for a token.
 TOKEN_BYTES = 64
@@ -160,3 +161,73 @@ def test_no_room_for_a_copy_drops_the_least_recently_used() -> None:
     assert taken is not None
     assert taken[1] == 3
     assert (cache.figures.entries, cache.figures.evictions) == (1, 1)
+
+
+def kept(cache: PrefixCache, texts: dict[str, list[int]]) -> set[str]:
+    """Which of `texts` the cache still holds, by a look that counts as no use."""
+    return {name for name, text in texts.items() if cache._match(text)[1] == len(text)}
+
+
+def filled(names: str, *, room: int, outlooks: list[Reuse]) -> set[str]:
+    """Put a text of each reader of `names` into a cache with room for `room`; return whose are left."""
+    backend = FakeBackend()
+    cache = PrefixCache(backend, max_bytes=10**6, max_entries=room)
+    texts = {name: [index + 1] * 3 for index, name in enumerate(names)}
+    for reuse in outlooks:
+        cache.expect(reuse)
+    for name, text in texts.items():
+        cache.put(text, opened(backend, text), Reuse("run", name))
+    return kept(cache, texts)
+
+
+def test_without_an_outlook_the_least_recently_used_goes_first() -> None:
+    assert filled("abcd", room=3, outlooks=[]) == set("bcd")
+
+
+def test_those_nobody_expects_go_before_those_that_are_expected() -> None:
+    assert filled("abcd", room=2, outlooks=[Reuse("run", "x", {"a": 1, "b": 2})]) == set("ab")
+
+
+def test_of_those_expected_the_latest_goes_first() -> None:
+    assert filled("abc", room=2, outlooks=[Reuse("run", "x", {"a": 1, "b": 3, "c": 2})]) == set("ac")
+
+
+def test_a_later_outlook_of_a_session_replaces_the_earlier_and_other_sessions_are_left_alone() -> None:
+    early, late = Reuse("run", "x", {"a": 1}), Reuse("run", "y", {"b": 1})
+    assert filled("abc", room=1, outlooks=[early, Reuse("other", "x", {"c": 1}), late]) == {"b"}
+
+
+def test_a_session_that_asks_nothing_any_more_loses_its_claim() -> None:
+    backend = FakeBackend()
+    cache = PrefixCache(backend, max_bytes=10**6, max_entries=3)
+    texts = {"stopped": [9] * 3}
+    cache.expect(Reuse("run", "x", {"stopped": 1}))
+    cache.put(texts["stopped"], opened(backend, texts["stopped"]), Reuse("run", "stopped"))
+
+    for use in range(400):
+        text = [1, 1 + use % 5, 1 + use // 5 % 80]
+        cache.put(text, opened(backend, text))
+        if use == 100:
+            assert kept(cache, texts) == {"stopped"}
+
+    assert kept(cache, texts) == set()
+
+
+def test_agents_that_take_turns_find_their_prompts_where_an_outlook_is_given_and_never_by_recency_alone() -> None:
+    hits = {}
+    for told in (False, True):
+        backend = FakeBackend()
+        cache = PrefixCache(backend, max_bytes=10**6, max_entries=3)
+        agents = {name: [index + 1] * 6 for index, name in enumerate("abcd")}
+        for turn in range(16):
+            name = "abcd"[turn % 4]
+            after = {"abcd"[(turn + step) % 4]: step for step in range(1, 5)}
+            reuse = Reuse("run", name, after)
+            if told:
+                cache.expect(reuse)
+            found = cache.take(agents[name], 5)
+            sequence = opened(backend, agents[name]) if found is None else found[0]
+            cache.put(agents[name][: backend.length(sequence)], sequence, reuse)
+        hits[told] = cache.figures.hit_tokens
+    assert hits[False] == 0
+    assert hits[True] >= 6 * 5

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offset_runtime.backends.fake import FakeTokenizer
 from offset_runtime.backends.torch import TorchTokenizer
-from offset_runtime.chat import chat_prompt
+from offset_runtime.chat import chat_prompt, chat_turns
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
 from offset_runtime.runtime import OffsetRuntime
 
@@ -90,3 +90,47 @@ def test_without_a_system_role_and_with_no_user_after_it_becomes_a_users_message
 def test_what_the_template_refuses_for_good_is_the_templates_own_error(without_system_role: TorchTokenizer) -> None:
     with pytest.raises(PromptFormatError, match=r"System role not supported.*Roles found: system"):
         chat_prompt(without_system_role, [SYSTEM])
+
+
+def test_an_earlier_reply_stands_as_it_was_generated_and_is_found_by_position() -> None:
+    tokenizer = FakeTokenizer()
+    messages = [SYSTEM, USER, {"role": "assistant", "content": " yes\n"}, USER]
+
+    ids, positions = chat_turns(tokenizer, messages, [2])
+
+    assert ids == chat_prompt(tokenizer, messages)
+    assert positions == {2: len(chat_prompt(tokenizer, messages[:2]))}
+    assert tokenizer.decode(ids[positions[2] :]).startswith(" yes\n")
+
+
+def test_a_reply_goes_on_from_the_tokens_of_its_prompt_whatever_the_tokenizer_would_join(
+    make_tokenizer: MakeTokenizer,
+) -> None:
+    tokenizer = TorchTokenizer(make_tokenizer(chat=True), {0})
+    reply = {"role": "assistant", "content": "\n\nyes"}
+
+    ids, positions = chat_turns(tokenizer, [USER, reply, USER], [1])
+
+    prompt = chat_prompt(tokenizer, [USER])
+    assert ids[: positions[1]] == prompt
+    assert ids[positions[1] :][: len(tokenizer.encode("\n\nyes"))] == tokenizer.encode("\n\nyes")
+
+
+def test_a_reply_that_the_template_leaves_out_or_repeats_has_no_position(make_tokenizer: MakeTokenizer) -> None:
+    made = make_tokenizer(chat=True)
+    made.chat_template = (
+        "{% for m in messages %}{% if m['role'] != 'tool' %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+    )
+    made.chat_template += "{{ messages[0]['content'] }}"
+    tokenizer = TorchTokenizer(made, {0})
+    messages = [ASSISTANT, {"role": "tool", "content": "news"}, ASSISTANT]
+
+    ids, positions = chat_turns(tokenizer, messages, [0, 1, 2])
+
+    assert list(positions) == [2]
+    assert tokenizer.decode(ids) == tokenizer.decode(chat_prompt(tokenizer, messages))
+
+
+def test_a_reply_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="expected a string"):
+        chat_turns(FakeTokenizer(), [USER, {"role": "assistant", "content": None}, USER], [1])

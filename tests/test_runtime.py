@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from offset_runtime import DomainOffset, OffsetRuntime, OffsetStore, SamplingParams
+from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime, OffsetStore, SamplingParams
 from offset_runtime.backends.fake import FakeBackend, FakeTokenizer
 from offset_runtime.errors import (
     BaseModelMismatchError,
@@ -22,6 +23,7 @@ from offset_runtime.errors import (
     UnknownDomainError,
 )
 from offset_runtime.identity import BaseIdentity
+from offset_runtime.offset import Anchor
 from offset_runtime.placement import Placement
 
 MakeOffset = Callable[..., DomainOffset]
@@ -265,3 +267,92 @@ def test_a_model_that_is_nowhere_is_named() -> None:
 def test_replies_are_deterministic_by_default(fake_runtime: OffsetRuntime) -> None:
     texts = {fake_runtime.run(fake_runtime.chat_request(HELLO)).text for _ in range(3)}
     assert len(texts) == 1
+
+
+# Offsets of earlier turns
+
+
+TURNS = [*HELLO, {"role": "assistant", "content": "good day"}, {"role": "user", "content": "and?"}]
+
+
+def test_an_authors_offset_lies_before_its_reply_where_it_lay_when_that_was_written(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    legal, news = (make_offset(IDENTITY, domain=name, positions=3, seed=i) for i, name in enumerate(["legal", "news"]))
+    first = fake_runtime.chat_request(HELLO, domain=legal)
+
+    request = fake_runtime.chat_request(TURNS, domain=news, author_offsets={1: legal})
+
+    assert request.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    assert request.placements == (*first.placements, Placement(len(request.prompt_ids) - 3, news, 3))
+    plain = fake_runtime.chat_request(TURNS, author_offsets={1: None})
+    assert plain.placements == ()
+    assert plain.prompt_ids == request.prompt_ids
+
+
+def test_an_authors_offset_that_would_reach_into_a_later_one_is_left_out(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset
+) -> None:
+    long, short = make_offset(IDENTITY, domain="long", positions=40), make_offset(IDENTITY, domain="short", positions=3)
+    author = make_offset(IDENTITY, domain="author", positions=3, seed=3)
+
+    assert len(fake_runtime.chat_request(TURNS, domain=long, author_offsets={1: author}).placements) == 1
+    assert len(fake_runtime.chat_request(TURNS, domain=short, author_offsets={1: author}).placements) == 2
+
+
+def test_an_authors_offset_without_a_turn_is_refused(fake_runtime: OffsetRuntime, make_offset: MakeOffset) -> None:
+    offset = make_offset(IDENTITY, domain="legal", positions=3)
+    with pytest.raises(InvalidRequestError, match="names message 3 of 3"):
+        fake_runtime.chat_request(TURNS, author_offsets={3: offset})
+    with pytest.raises(InvalidRequestError, match="sequence-anchored offset of domain 'legal'"):
+        fake_runtime.chat_request(TURNS, author_offsets={1: make_offset(IDENTITY, domain="legal", anchor="sequence")})
+    other = make_offset(foreign(IDENTITY), domain="legal", positions=3)
+    with pytest.raises(BaseModelMismatchError):
+        fake_runtime.chat_request(TURNS, author_offsets={1: other})
+
+
+# Reading ahead
+
+
+SYSTEM = [{"role": "system", "content": "Answer as a lawyer would, and cite the law."}]
+
+
+def wait_until_idle(runtime: OffsetRuntime) -> None:
+    """Run something that waits for nothing in the background, until that is done."""
+    deadline = time.monotonic() + 20
+    while runtime.engine.cache_figures.entries == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("anchor", ["turn", "sequence"])
+def test_a_system_prompt_that_was_read_ahead_is_not_read_again(
+    fake_runtime: OffsetRuntime, make_offset: MakeOffset, anchor: Anchor
+) -> None:
+    offset = make_offset(IDENTITY, domain="legal", positions=3, anchor=anchor)
+    with OffsetRuntime(FakeBackend(), settings=EngineSettings(cache_bytes=0)) as cold:
+        expected = cold.run(cold.chat_request([*SYSTEM, *HELLO], domain=offset)).text
+
+    tokens = fake_runtime.warm(SYSTEM, domain=offset)
+    wait_until_idle(fake_runtime)
+    reply = fake_runtime.run(fake_runtime.chat_request([*SYSTEM, *HELLO], domain=offset))
+
+    assert tokens > len(SYSTEM[0]["content"])
+    assert reply.usage.cached_tokens == tokens
+    assert reply.text == expected
+
+
+def test_nothing_is_read_ahead_where_the_template_begins_with_what_differs(fake_runtime: OffsetRuntime) -> None:
+    # The template's own first words are common to all chats.
+    assert fake_runtime.warm([]) == len(fake_runtime.backend.tokenizer.encode("<|im_start|>user\n"))
+
+
+def test_a_reply_says_what_the_cache_holds_and_what_gave_way(make_offset: MakeOffset) -> None:
+    with OffsetRuntime(FakeBackend(), settings=EngineSettings(cache_bytes=2500)) as runtime:
+        for text in ("first", "second", "third"):
+            request = runtime.chat_request([{"role": "user", "content": text}], sampling=SamplingParams(max_tokens=4))
+            reply = runtime.run(request)
+        assert reply.cache.entries == runtime.engine.cache_figures.entries == 1
+        assert reply.cache.bytes == runtime.engine.cache_figures.bytes
+        assert reply.cache.evictions == 1
+        assert runtime.engine.cache_figures.evictions == 2

@@ -16,6 +16,7 @@ class Item:
     prompt: int
     reply: int = 4
     fed: int = 0
+    background: bool = False
     produced: int = 0
 
     @property
@@ -159,3 +160,29 @@ def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones(split: bool) -> 
             if item.done:
                 queue.remove(item)
     assert long.done
+
+
+def test_work_in_the_background_starts_only_where_nothing_waits_or_runs_and_one_at_a_time() -> None:
+    background = [Item(2, reply=1, background=True) for _ in range(2)]
+    item = Item(2, reply=1)
+    queue = scheduler([*background, item], max_running=4)
+
+    assert list(queue.admit()) == [item]
+    assert list(queue.admit()) == []
+    queue.remove(item)
+    assert list(queue.admit()) == background[:1]
+    late = Item(2)
+    queue.add(late)
+    assert list(queue.admit()) == [late], "beside the one that runs already"
+    for running in (background[0], late):
+        queue.remove(running)
+    assert list(queue.admit()) == background[1:]
+
+
+def test_work_in_the_background_can_be_removed_before_it_starts() -> None:
+    item = Item(2, background=True)
+    queue = scheduler([item])
+    assert queue.open == [item]
+    queue.remove(item)
+    assert queue.open == []
+    assert list(queue.admit()) == []

@@ -84,13 +84,16 @@ def test_strength_scales_the_offset_and_zero_is_the_plain_base(law: ChatOffset) 
 def test_a_reply_says_where_it_comes_from(law: ChatOffset) -> None:
     reply = law.invoke("hello", strength=0.5)
     timings = reply.response_metadata["timings"]
+    held = law.load_runtime().engine.cache_figures
 
+    assert held.bytes > 0
     assert without_timings(reply.response_metadata) == {
         "model_name": "fake#law",
         "domain": "law",
         "offset_digest": law.load_runtime().offsets["law"].digest,
         "strength": 0.5,
         "finish_reason": "length",
+        "cache": {"hit_tokens": 0, "entries": 1, "bytes": held.bytes, "evictions": 0},
     }
     assert set(timings) == {"queue_s", "prefill_s", "decode_s"}
     assert all(seconds >= 0 for seconds in timings.values())

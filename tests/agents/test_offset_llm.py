@@ -95,6 +95,12 @@ def test_generation_info_says_where_a_reply_comes_from(prose: OffsetLLM) -> None
         "offset_digest": prose.load_runtime().offsets["prose"].digest,
         "strength": 1.0,
         "finish_reason": "length",
+        "cache": {
+            "hit_tokens": 0,
+            "entries": 1,
+            "bytes": prose.load_runtime().engine.cache_figures.bytes,
+            "evictions": 0,
+        },
         "usage_metadata": {
             "input_tokens": 4,
             "output_tokens": 8,

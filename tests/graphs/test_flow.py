@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from offset_runtime.graphs.flow import endless_cycles, reachable
+from offset_runtime.graphs.flow import endless_cycles, history, reachable, upcoming
+from offset_runtime.graphs.schema import Workflow
 
 
 def follows(**sets: str) -> dict[str, list[frozenset[str]]]:
@@ -42,3 +43,49 @@ def test_a_node_reaches_itself_only_by_a_cycle() -> None:
     ways = follows(a="b", b="a", c="a")
     assert "a" in reachable("a", ways)
     assert "c" not in reachable("c", ways)
+
+
+def workflow(edges: list[dict[str, object]], **agents: dict[str, object]) -> Workflow:
+    return Workflow.model_validate(
+        {"version": 1, "name": "w", "model": {"base": "fake"}, "agents": agents, "edges": edges}
+    )
+
+
+CHAIN: list[dict[str, object]] = [
+    {"source": "START", "target": "a"},
+    {"source": "a", "target": "b"},
+    {"source": "b", "target": "END"},
+]
+FORK: list[dict[str, object]] = [
+    {"source": "START", "target": ["a", "b"]},
+    {"source": ["a", "b"], "target": "c"},
+    {"source": "c", "target": "END"},
+]
+LOOP: list[dict[str, object]] = [
+    {"source": "START", "target": "a"},
+    {"source": "a", "target": "b"},
+    {"source": "b", "path": "reply_contains", "targets": {"again": "a", "*": "END"}},
+]
+
+
+def test_agents_one_after_another_have_separate_histories_and_other_patterns_share_one() -> None:
+    assert history(workflow(CHAIN, a={}, b={})) == "separate"
+    assert history(workflow(FORK, a={}, b={}, c={})) == "shared"
+    assert history(workflow(LOOP, a={}, b={})) == "shared"
+    handoff = workflow(
+        [{"source": "START", "target": "a"}, {"source": "b", "target": "END"}], a={"handoffs": ["b"]}, b={}
+    )
+    assert history(handoff) == "shared"
+
+
+def test_a_history_that_the_workflow_names_is_taken_and_one_that_only_one_agent_reads_is_not_shared() -> None:
+    assert history(workflow(CHAIN, a={}, b={}).model_copy(update={"history": "verbatim"})) == "verbatim"
+    apart = {"reads": ["START"]}
+    assert history(workflow(FORK, a=apart, b=apart, c={})) == "separate"
+
+
+def test_upcoming_counts_the_fewest_steps_to_each_agents_turn() -> None:
+    assert upcoming(workflow(CHAIN, a={}, b={}), "START") == {"a": 1, "b": 2}
+    assert upcoming(workflow(CHAIN, a={}, b={}), "b") == {}
+    assert upcoming(workflow(LOOP, a={}, b={}), "a") == {"b": 1, "a": 2}
+    assert upcoming(workflow(FORK, a={}, b={}, c={}), "START") == {"a": 1, "b": 1, "c": 2}

@@ -85,7 +85,7 @@ def test_an_agent_that_speaks_twice_has_two_turns(scripted: Callable[..., Offset
             ],
         }
     )
-    runtime = scripted({"b:": "x", "again": "fine", "Judge.": "again"})
+    runtime = scripted({"b:\nagain": "fine", "a:": "again"})
     events = run_workflow(build_graph(workflow, runtime=runtime), "hello")
     assert [e.agent for e in events if isinstance(e, AgentFinished)] == ["a", "b", "a", "b"]
 
@@ -97,7 +97,13 @@ def test_an_event_is_a_json_record() -> None:
         "domain": None,
         "text": "x",
     }
-    assert event_record(WorkflowFinished(2, 0.5)) == {"event": "workflow_finished", "turns": 2, "elapsed_s": 0.5}
+    assert event_record(WorkflowFinished(2, 0.5, 30, 10)) == {
+        "event": "workflow_finished",
+        "turns": 2,
+        "elapsed_s": 0.5,
+        "prompt_tokens": 30,
+        "cached_tokens": 10,
+    }
 
 
 class CountingBackend(FakeBackend):

@@ -1,0 +1,41 @@
+"""Reading what agents begin with before they are asked anything."""
+
+from __future__ import annotations
+
+import logging
+
+from offset_runtime.errors import OffsetError
+from offset_runtime.graphs.builder import chat_model, instructions
+from offset_runtime.graphs.flow import history, upcoming
+from offset_runtime.graphs.schema import START, Workflow
+from offset_runtime.request import Reuse
+from offset_runtime.runtime import OffsetRuntime
+
+_log = logging.getLogger(__name__)
+
+
+def warm_up(workflow: Workflow, runtime: OffsetRuntime, *, thread: str = "") -> int:
+    """Have the system prompts of `workflow`'s agents read while the engine has nothing else to do.
+
+    Returns at once, with the number of tokens. Agents of a shared or verbatim history begin with the transcript, so
+    there is nothing to read ahead. `thread`: the id of the thread that is to run.
+    """
+    if history(workflow) != "separate":
+        return 0
+    expected = upcoming(workflow, START)
+    first = sorted(expected, key=lambda name: expected[name])
+    return sum(_warm(runtime, workflow, name, Reuse(thread, name, expected)) for name in first)
+
+
+def _warm(runtime: OffsetRuntime, workflow: Workflow, name: str, reuse: Reuse) -> int:
+    agent = workflow.agents[name]
+    if not agent.system_prompt:
+        return 0
+    system = [{"role": "system", "content": instructions(workflow, agent)}]
+    try:
+        offset = chat_model(workflow, agent, runtime).offset()
+        return runtime.warm(system, domain=offset, strength=agent.strength, reuse=reuse)
+    except OffsetError as error:
+        # Whatever it is, the agent's own turn says it better.
+        _log.debug("the system prompt of agent %r is not read ahead: %s", name, error)
+        return 0
