@@ -61,9 +61,10 @@ class _Outlook:
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
-    """What a cache holds, each sequence counted as if it shared nothing, and what it did.
+    """What a cache holds, and what it did.
 
-    Of `asked_tokens` prompt tokens since it was made, `hit_tokens` were not read again. `evictions`: entries that gave
+    `tokens`: what several entries begin with is counted once. `bytes`: each entry counted as if it shared nothing. Of
+    `asked_tokens` prompt tokens since it was made, `hit_tokens` were not read again. `evictions`: entries that gave
     way to others or to a request.
     """
 
@@ -76,7 +77,7 @@ class CacheFigures:
 
 
 class PrefixCache:
-    """Sequences that ended, kept on `backend` for requests that begin as they did.
+    """Sequences that ended, and copies of running ones, kept on `backend` for requests that begin as they did.
 
     `max_bytes`: state all entries may hold together, each counted as if it shared nothing; `max_entries`: most
     sequences, or None. Least recently used entries go first, but those of readers that are expected go after all
@@ -139,16 +140,27 @@ class PrefixCache:
         if reuse.upcoming:
             self._outlooks[reuse.session] = _Outlook(self._clock, dict(reuse.upcoming))
 
+    def put_copy(self, symbols: Sequence[Symbol], sequence: SequenceId, reuse: Reuse | None = None) -> None:
+        """Keep a copy of a sequence that holds `symbols` and stays the caller's; do without where there is no room."""
+        if not self.keeps_any or self._touch_known(symbols, reuse):
+            return
+        if len(self._entries) >= self._entry_limit:
+            self._evict()
+        try:
+            if self._backend.sequence_bytes(sequence) <= self._max_bytes:
+                self.put(symbols, self._backend.fork(sequence), reuse)
+        except _NO_ROOM as error:
+            _log.debug("no copy of a running sequence is kept: %s", error)
+        except Exception:
+            # The request does not need it.
+            _log.exception("a running sequence could not be copied")
+
     def put(self, symbols: Sequence[Symbol], sequence: SequenceId, reuse: Reuse | None = None) -> None:
         """Keep a sequence that holds `symbols`; it belongs to the cache from now on, which may free it at once.
 
         `reuse` says whose it is.
         """
-        node, matched = self._match(symbols)
-        known = self._covering(node, matched) if matched == len(symbols) else None
-        if known is not None and known.depth >= matched:
-            self._touch(known)
-            _sign(known, reuse)
+        if self._touch_known(symbols, reuse):
             self._free(sequence)
             return
         size = self._backend.sequence_bytes(sequence) if symbols else 0
@@ -159,7 +171,6 @@ class PrefixCache:
         leaf.sequence, leaf.size_bytes = sequence, size
         _sign(leaf, reuse)
         self._entries[sequence] = leaf
-        self._tokens += leaf.depth
         self._bytes += size
         self._touch(leaf)
         if self._backend.capabilities.truncate:
@@ -169,7 +180,10 @@ class PrefixCache:
             self._evict()
 
     def shrink(self, tokens: int) -> None:
-        """Drop least recently used entries until those left hold at most `tokens` tokens, each counted alone."""
+        """Drop least recently used entries until those left hold at most `tokens` tokens, shared ones counted once.
+
+        Two that read the same at the same time share nothing, and hold more; then `with_room` makes room.
+        """
         while self._entries and self._tokens > tokens:
             self._evict()
 
@@ -192,19 +206,17 @@ class PrefixCache:
             self._drop(node)
 
     @property
+    def keeps_any(self) -> bool:
+        """Whether it may hold anything at all."""
+        return self._max_bytes > 0 and self._entry_limit > 0
+
+    @property
     def _entry_limit(self) -> float:
         return float("inf") if self._max_entries is None else self._max_entries
 
     def _copy(self, entry: _Node, held: int) -> SequenceId:
         assert entry.sequence is not None
-        sequence = self._backend.fork(entry.sequence)
-        if held < entry.depth:
-            try:
-                self._backend.truncate(sequence, held)
-            except BaseException:
-                self._free(sequence)
-                raise
-        return sequence
+        return self._backend.fork(entry.sequence, held)
 
     def _match(self, symbols: Sequence[Symbol]) -> tuple[_Node, int]:
         """The node at or below the last symbol that agrees, and how many agree."""
@@ -242,6 +254,7 @@ class PrefixCache:
             if child is None:
                 leaf = _Node(node, tuple(symbols[at:]), len(symbols))
                 node.children[symbols[at]] = leaf
+                self._tokens += len(leaf.edge)
                 return leaf
             agreed = _agreement(child.edge, symbols, at)
             node = child if agreed == len(child.edge) else self._split(child, agreed)
@@ -256,6 +269,16 @@ class PrefixCache:
         between.children[node.edge[agreed]] = node
         node.parent, node.edge = between, node.edge[agreed:]
         return between
+
+    def _touch_known(self, symbols: Sequence[Symbol], reuse: Reuse | None) -> bool:
+        """Whether an entry serves for all of `symbols`; it then counts as used, and as the reader's."""
+        node, matched = self._match(symbols)
+        known = self._covering(node, matched) if matched == len(symbols) else None
+        if known is None or known.depth < matched:
+            return False
+        self._touch(known)
+        _sign(known, reuse)
+        return True
 
     def _touch(self, node: _Node) -> None:
         self._clock += 1
@@ -286,11 +309,11 @@ class PrefixCache:
         assert node.sequence is not None
         self._free(node.sequence)
         del self._entries[node.sequence]
-        self._tokens -= node.depth
         self._bytes -= node.size_bytes
         node.sequence = None
         while node.parent is not None and node.sequence is None and not node.children:
             del node.parent.children[node.edge[0]]
+            self._tokens -= len(node.edge)
             node = node.parent
 
     def _free(self, sequence: SequenceId) -> None:

@@ -40,6 +40,9 @@ class EngineSettings(BaseModel):
     `max_running`: sequences that share a step. `max_step_tokens`: tokens in one step, which bounds how
     long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue. `cache_bytes`:
     state of ended requests that is kept for those that begin as they did, beside that of running ones; 0: none.
+    `snapshot_tokens`: where the state of a model cannot be cut back (recurrent ones, and sliding windows on llama.cpp),
+    a copy of it is kept after as many tokens of a prompt, before each offset, and before the prompt's last token. A
+    prompt is cut there: at the default, which is a step's, no pass over the weights is added but at the last two.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,6 +51,7 @@ class EngineSettings(BaseModel):
     max_step_tokens: int = Field(default=256, ge=1)
     max_waiting: int = Field(default=256, ge=1)
     cache_bytes: int = Field(default=512 * 2**20, ge=0)
+    snapshot_tokens: int = Field(default=256, ge=1)
 
 
 class Ticket:
@@ -79,6 +83,8 @@ class Engine:
             split_prefill=capabilities.split_prefill,
         )
         self._cache = self._make_cache()
+        takes_snapshots = self._cache.keeps_any and not capabilities.truncate
+        self._snapshot_tokens = self.settings.snapshot_tokens if takes_snapshots else None
         self._cache_figures = self._cache.figures
         self._inbox: deque[Job] = deque()
         self._wake = threading.Condition()
@@ -170,7 +176,7 @@ class Engine:
                 self._sweep()
                 for job in self._scheduler.admit():
                     self._start(job)
-                work = self._scheduler.plan()
+                work = [(job, min(tokens, job.chunk_limit)) for job, tokens in self._scheduler.plan()]
                 if work:
                     self._step(work)
             self._end_all("the engine was closed before this request ended")
@@ -217,7 +223,8 @@ class Engine:
             self._cache.expect(job.request.reuse)
         try:
             found = self._cache.take(job.prompt_symbols, job.reusable_tokens)
-            job.open(*found or (self._cache.with_room(self.backend.allocate), 0))
+            sequence, held = found or (self._cache.with_room(self.backend.allocate), 0)
+            job.open(sequence, held, self._snapshot_tokens)
         except Exception as error:
             self._end(job, _as_generation_error(error))
             return
@@ -245,7 +252,10 @@ class Engine:
             return
         for (job, tokens), rows in zip(work, logits, strict=True):
             try:
-                for event in job.advance(tokens, rows):
+                events = job.advance(tokens, rows)
+                if job.at_border and job.sequence is not None:
+                    self._cache.put_copy(job.read_symbols, job.sequence, job.request.reuse)
+                for event in events:
                     self._emit(job, event)
             except Exception as error:
                 self._end(job, _as_generation_error(error))

@@ -32,6 +32,7 @@ class Job:
         self.cached_tokens = 0
         self.evictions_before = 0
         self._fed = 0
+        self._borders: frozenset[int] = frozenset()
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[float] = []
@@ -39,9 +40,15 @@ class Job:
         self._reply = ReplyText(backend.tokenizer, request.sampling.stop)
         self._eos = backend.tokenizer.eos_token_ids
 
-    def open(self, sequence: SequenceId, cached_tokens: int) -> None:
-        """Start on a sequence that holds the first `cached_tokens` tokens of the prompt already."""
+    def open(self, sequence: SequenceId, cached_tokens: int, snapshot_tokens: int | None = None) -> None:
+        """Start on a sequence that holds the first `cached_tokens` tokens of the prompt already.
+
+        `snapshot_tokens`: the prompt is to be fed in chunks that end where a snapshot of its state may serve others,
+        at the latest after as many tokens; None: in chunks of any size.
+        """
         self.sequence = sequence
+        if snapshot_tokens is not None:
+            self._borders = self._snapshot_borders(snapshot_tokens)
         self.cached_tokens = self._fed = cached_tokens
         self.started = time.monotonic()
 
@@ -60,6 +67,26 @@ class Job:
         """Most tokens of the prompt that need not be read again: the logits of the others are asked for."""
         first = self.request.score_from
         return len(self.request.prompt_ids) - 1 if first is None else first - 1
+
+    @property
+    def chunk_limit(self) -> int:
+        """Most tokens of the next chunk: up to where the next snapshot is due, or all that are pending."""
+        stop = self._fed + self.pending_tokens
+        return min((border for border in self._borders if border > self._fed), default=stop) - self._fed
+
+    @property
+    def at_border(self) -> bool:
+        """Whether a snapshot of what the sequence holds now may serve others."""
+        return self._fed in self._borders
+
+    def _snapshot_borders(self, block_tokens: int) -> frozenset[int]:
+        """Where blocks of the prompt end, where an offset begins, and where all is read that need not be again.
+
+        What precedes an offset is what agents of other domains may have read too.
+        """
+        blocks = range(block_tokens, len(self.request.prompt_ids), block_tokens)
+        turns = [placement.index for placement in self.request.placements]
+        return frozenset({*blocks, *turns, self.reusable_tokens} - {0})
 
     @property
     def pending_tokens(self) -> int:

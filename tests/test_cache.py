@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,8 +49,7 @@ def longest(entries: list[list[int]], text: list[int], most: int, truncates: boo
 def test_the_cache_finds_what_a_list_of_its_entries_finds(
     operations: list[tuple[str, list[int]]], max_tokens: int, max_entries: int | None, cut: bool
 ) -> None:
-    backend = FakeBackend()
-    backend.capabilities = replace(backend.capabilities, truncate=cut)
+    backend = FakeBackend(truncate=cut)
     cache = PrefixCache(backend, max_bytes=max_tokens * TOKEN_BYTES, max_entries=max_entries)
     texts: dict[SequenceId, list[int]] = {}
     held: list[SequenceId] = []
@@ -79,7 +76,9 @@ def test_the_cache_finds_what_a_list_of_its_entries_finds(
                 backend.free(max(backend._sequences))
         figures = cache.figures
         assert figures.entries == backend.open_sequences - len(held)
-        assert figures.tokens * TOKEN_BYTES == figures.bytes <= max_tokens * TOKEN_BYTES
+        entries = [texts[s] for s in backend._sequences if s not in held]
+        assert figures.tokens == len({tuple(entry[: at + 1]) for entry in entries for at in range(len(entry))})
+        assert figures.bytes == sum(map(len, entries)) * TOKEN_BYTES <= max_tokens * TOKEN_BYTES
         assert max_entries is None or figures.entries <= max_entries
     cache.clear()
     assert backend.open_sequences == len(held)
@@ -115,8 +114,7 @@ def test_a_longer_entry_replaces_those_it_begins_with() -> None:
 
 
 def test_state_that_cannot_be_cut_keeps_the_shorter_entries_too() -> None:
-    backend = FakeBackend()
-    backend.capabilities = replace(backend.capabilities, truncate=False)
+    backend = FakeBackend(truncate=False)
     cache = PrefixCache(backend, max_bytes=10**6)
     for text in ([1, 2], [1, 2, 3, 4, 5], [1, 2, 3]):
         cache.put(text, opened(backend, text))
@@ -131,10 +129,10 @@ class LosesOne(FakeBackend):
 
     lost: SequenceId = -1
 
-    def fork(self, sequence: SequenceId) -> SequenceId:
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
         if sequence == self.lost:
             raise RuntimeError("the state is gone")
-        return super().fork(sequence)
+        return super().fork(sequence, tokens)
 
 
 def test_an_entry_that_cannot_be_copied_is_dropped_and_told_of_and_the_others_stay(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from strict_backend import StrictBackend
 
 from offset_runtime import DomainOffset, EngineSettings, LlamaCppOptions, Request, SamplingParams
 from offset_runtime.backends.base import Backend, Chunk
@@ -17,8 +16,8 @@ from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
 from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.engine import Engine
-from offset_runtime.errors import GenerationError, InvalidRequestError, KVCacheFullError, RequestCancelledError
-from offset_runtime.placement import place
+from offset_runtime.errors import GenerationError, KVCacheFullError, RequestCancelledError
+from offset_runtime.placement import Placement, place
 from offset_runtime.request import Completion
 from offset_runtime.stream import Stream
 
@@ -27,30 +26,6 @@ Logits = list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
 
 IDENTITY = FakeBackend().identity
 NO_CACHE = EngineSettings(cache_bytes=0)
-
-
-class StrictBackend(FakeBackend):
-    """A fake that holds to all its limits, counts the tokens it reads, and may lack truncate."""
-
-    def __init__(self, *, truncates: bool = True, **limits: int | None) -> None:
-        super().__init__(**limits)  # type: ignore[arg-type]
-        self.read_tokens = 0
-        if not truncates:
-            self.capabilities = replace(self.capabilities, truncate=False)
-
-    def truncate(self, sequence: int, tokens: int) -> None:
-        if not self.capabilities.truncate:
-            raise InvalidRequestError("cannot cut a sequence back")
-        super().truncate(sequence, tokens)
-
-    def forward(self, chunks: Sequence[Chunk]) -> Logits:
-        new = sum(len(chunk.token_ids) for chunk in chunks)
-        capacity = self.capabilities.kv_capacity_tokens
-        if capacity is not None and sum(map(len, self._sequences.values())) + new > capacity:
-            raise KVCacheFullError("the cache is full")
-        found = super().forward(chunks)
-        self.read_tokens += new
-        return found
 
 
 def offset(seed: int, anchor: str, positions: int = 3, domain: str = "x") -> DomainOffset:
@@ -74,102 +49,6 @@ def cold(request: Request) -> Completion:
         return run(engine, request)
 
 
-# Any tree of agents
-
-
-@dataclass(frozen=True)
-class Step:
-    """One agent's call: which transcript it goes on from, what it adds, its domain, and whether it is stopped."""
-
-    parent: int
-    keeps: int
-    turn: tuple[int, ...]
-    domain: int
-    max_tokens: int
-    scored: bool
-    cancelled: bool
-    waits: bool
-
-
-STEPS = st.builds(
-    Step,
-    parent=st.integers(0, 30),
-    keeps=st.integers(0, 60),
-    # Few different tokens, so that turns often begin alike.
-    turn=st.lists(st.integers(65, 67), min_size=1, max_size=8).map(tuple),
-    domain=st.integers(0, 5),
-    max_tokens=st.integers(0, 5),
-    scored=st.booleans(),
-    cancelled=st.sampled_from([False, False, False, True]),
-    waits=st.booleans(),
-)
-
-
-@given(
-    steps=st.lists(STEPS, min_size=14, max_size=24),
-    renewed=st.integers(0, 24),
-    cache_bytes=st.sampled_from([600, 3_000, 20_000, 10**9]),
-    capacity=st.sampled_from([None, 90, 150]),
-    max_sequences=st.sampled_from([None, 1, 4, 9]),
-    max_step_tokens=st.integers(1, 40),
-    truncates=st.booleans(),
-)
-@settings(max_examples=150)
-def test_every_reply_in_any_tree_of_agents_is_what_a_cold_run_gives(
-    steps: list[Step],
-    renewed: int,
-    cache_bytes: int,
-    capacity: int | None,
-    max_sequences: int | None,
-    max_step_tokens: int,
-    truncates: bool,
-) -> None:
-    backend = StrictBackend(
-        truncates=truncates, context_tokens=80, kv_capacity_tokens=capacity, max_sequences=max_sequences
-    )
-    limits = EngineSettings(max_running=3, max_step_tokens=max_step_tokens, cache_bytes=cache_bytes)
-    transcripts: list[tuple[int, ...]] = [(66,) * 10]
-    running: list[tuple[Request, Stream, bool]] = []
-    with Engine(backend, limits) as engine:
-        for number, step in enumerate(steps):
-            history = transcripts[step.parent % len(transcripts)][: step.keeps]
-            ids = (*history, *step.turn)[:70]
-            # A domain is registered anew half way: the same name and anchor, other rows.
-            seed = step.domain + (100 if number >= renewed else 0)
-            anchor = "turn" if step.domain % 2 else "sequence"
-            domain = None if step.domain > 3 else offset(seed, anchor, min(3, len(ids)), f"d{step.domain}")
-            scored = step.scored and len(ids) > 1
-            request = ask(
-                ids,
-                domain,
-                max_tokens=0 if scored else step.max_tokens,
-                score_from=max(1, len(ids) // 2) if scored else None,
-            )
-            stream = Stream(engine, request)
-            running.append((request, stream, step.cancelled))
-            if step.cancelled:
-                stream.cancel()
-            elif step.waits:
-                transcripts.append((*ids, *stream.result().token_ids))
-            figures = engine.cache_figures
-            assert figures.bytes <= cache_bytes
-            if max_sequences is not None:
-                assert figures.entries <= max(0, max_sequences - 3)
-        for request, stream, cancelled in running:
-            try:
-                found = stream.result()
-            except RequestCancelledError:
-                assert cancelled
-                continue
-            expected = cold(request)
-            assert found.token_ids == expected.token_ids
-            np.testing.assert_array_equal(found.prompt_logprobs, expected.prompt_logprobs)
-            assert found.usage.cached_tokens < len(request.prompt_ids)
-        assert backend.open_sequences == engine.cache_figures.entries
-        assert backend.state_bytes() == engine.cache_figures.bytes
-    assert backend.open_sequences == 0
-
-
 # What is shared
 
 
@@ -190,7 +69,7 @@ def test_the_same_request_again_reads_one_token() -> None:
 
 @pytest.mark.parametrize("truncates", [True, False])
 def test_the_next_turn_reads_what_is_new(truncates: bool) -> None:
-    backend, ids = StrictBackend(truncates=truncates), tuple(b"a first turn")
+    backend, ids = StrictBackend(truncate=truncates), tuple(b"a first turn")
     with Engine(backend) as engine:
         reply = run(engine, ask(ids)).token_ids
         found = run(engine, ask((*ids, *reply, *b"and a second"), max_tokens=3))
@@ -292,10 +171,10 @@ class Crowded(StrictBackend):
             raise KVCacheFullError("no sequence is left")
         return super().allocate()
 
-    def fork(self, sequence: int) -> int:
+    def fork(self, sequence: int, tokens: int | None = None) -> int:
         if len(self._sequences) >= self.most:
             raise KVCacheFullError("no sequence is left")
-        return super().fork(sequence)
+        return super().fork(sequence, tokens)
 
     def forward(self, chunks: Sequence[Chunk]) -> Logits:
         if len(self._sequences) > self.most:
@@ -325,7 +204,89 @@ def test_a_backend_that_could_not_use_it_has_no_cache(capability: str, value: bo
         assert (backend.open_sequences, engine.cache_figures.entries) == (0, 0)
 
 
-# Real models
+# State that cannot be cut back
+
+
+def test_an_uncut_prompt_is_not_read_again() -> None:
+    backend, ids = StrictBackend(truncate=False), tuple(b"the same prompt")
+    with Engine(backend) as engine:
+        first, again = run(engine, ask(ids)), run(engine, ask(ids))
+        assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(ids) - 1)
+        assert again.token_ids == first.token_ids
+        scored = run(engine, ask(ids, max_tokens=0, score_from=5))
+        assert run(engine, ask(ids, max_tokens=0, score_from=5)).usage.cached_tokens == 4
+        assert scored.prompt_logprobs == cold(ask(ids, max_tokens=0, score_from=5)).prompt_logprobs
+
+
+def test_an_uncut_history_is_shared_by_the_domains_that_begin_their_turn_behind_it() -> None:
+    ids = tuple(b"a long history that all of them read")
+    with Engine(StrictBackend(truncate=False)) as engine:
+        for number in range(4):
+            request = ask(ids, offset(number, "turn"))
+            found = run(engine, request)
+            assert found.usage.cached_tokens == (len(ids) - 3 if number else 0)
+            assert found.token_ids == cold(request).token_ids
+        # Where an earlier turn keeps its author's offset, others share what precedes that turn.
+        for author, shared in ((9, 0), (8, 8)):
+            request = replace(ask(ids), placements=(Placement(8, offset(author, "turn"), 3),))
+            assert run(engine, request).usage.cached_tokens == shared
+
+
+@pytest.mark.parametrize(("snapshot_tokens", "shared"), [(16, 32), (33, 33), (10, 40), (64, 0)])
+def test_prompts_that_part_anywhere_share_the_blocks_before(snapshot_tokens: int, shared: int) -> None:
+    history = bytes(range(65, 106))
+    with Engine(StrictBackend(truncate=False), EngineSettings(snapshot_tokens=snapshot_tokens)) as engine:
+        run(engine, ask((*history, *b"one end of it")))
+        request = ask((*history, *b"another end"))
+        found = run(engine, request)
+        assert found.usage.cached_tokens == shared
+        assert found.token_ids == cold(request).token_ids
+
+
+class Uncopied(StrictBackend):
+    """Fails to copy a sequence."""
+
+    error: Exception = KVCacheFullError("no sequence is left")
+
+    def fork(self, sequence: int, tokens: int | None = None) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KVCacheFullError("no sequence is left"), RuntimeError("broken")])
+def test_a_snapshot_that_cannot_be_taken_is_done_without(error: Exception) -> None:
+    backend = Uncopied(truncate=False)
+    backend.error = error
+    with Engine(backend, EngineSettings(snapshot_tokens=4)) as engine:
+        request = ask(b"a prompt of some length")
+        assert run(engine, request).token_ids == cold(request).token_ids
+        assert engine.cache_figures.entries == backend.open_sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("truncate", "limits", "passes"),
+    [
+        (False, EngineSettings(snapshot_tokens=8), 4),
+        (False, EngineSettings(snapshot_tokens=8, cache_bytes=0), 1),
+        (False, EngineSettings(snapshot_tokens=8, max_running=9), 1),
+        (True, EngineSettings(snapshot_tokens=8), 1),
+    ],
+)
+def test_a_prompt_is_cut_only_where_snapshots_are_kept(truncate: bool, limits: EngineSettings, passes: int) -> None:
+    backend = StrictBackend(truncate=truncate, max_sequences=9 if limits.max_running == 9 else None)
+    with Engine(backend, limits) as engine:
+        run(engine, ask(b"a prompt of 24 tokens...", max_tokens=1))
+        assert backend.passes == passes
+
+
+def test_snapshots_keep_to_the_limits_of_the_cache() -> None:
+    backend = StrictBackend(truncate=False, max_sequences=5)
+    with Engine(backend, EngineSettings(snapshot_tokens=1, max_running=2)) as engine:
+        for text in (b"one prompt of some length", b"another prompt"):
+            assert run(engine, ask(text)).token_ids == cold(ask(text)).token_ids
+            assert engine.cache_figures.entries == backend.open_sequences == 3
+
+
+# Models
 
 
 def check_cached_equals_cold(backend: Backend, make_offset: MakeOffset) -> None:
@@ -351,16 +312,44 @@ def check_cached_equals_cold(backend: Backend, make_offset: MakeOffset) -> None:
     assert replies[0] == replies[2**20]
 
 
+def check_snapshots(backend: Backend, make_offset: MakeOffset) -> None:
+    """A prompt read again, and then in two domains, gives the log-probabilities of a cold run."""
+    assert not backend.capabilities.truncate
+    ids = [int(i) for i in np.random.default_rng(2).integers(20, 280, 40)]
+    domains = [make_offset(backend.identity, seed=seed) for seed in (1, 2, 1)]
+    requests = [
+        replace(ask(ids, domain), sampling=SamplingParams(max_tokens=4, logprobs=0))
+        for domain in (None, None, *domains)
+    ]
+    with Engine(backend, NO_CACHE) as engine:
+        expected = [run(engine, request) for request in requests]
+    with Engine(backend, EngineSettings(snapshot_tokens=16, max_running=2)) as engine:
+        found = [run(engine, request) for request in requests]
+    # The second domain's turn goes on from where the first one's began, and so does a prompt read before.
+    assert [reply.usage.cached_tokens for reply in found] == [0, 39, 32, 37, 39]
+    for reply, other in zip(found, expected, strict=True):
+        assert reply.token_ids == other.token_ids
+        numbers = [[token.logprob for token in one.logprobs] for one in (reply, other)]
+        np.testing.assert_allclose(numbers[0], numbers[1], atol=1e-4)
+    assert backend.state_bytes() == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba2", "lfm2"])
 def test_cached_replies_of_a_tiny_torch_model_equal_cold_ones(
-    tiny_backends: Callable[[str], TorchBackend], make_offset: MakeOffset
+    tiny_backends: Callable[[str], TorchBackend], make_offset: MakeOffset, architecture: str
 ) -> None:
-    check_cached_equals_cold(tiny_backends("llama"), make_offset)
+    check_cached_equals_cold(tiny_backends(architecture), make_offset)
+    if architecture != "llama":
+        check_snapshots(tiny_backends(architecture), make_offset)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "mamba", "lfm2"])
 def test_cached_replies_of_a_tiny_gguf_model_equal_cold_ones(
-    tiny_gguf: Callable[[str], Path], make_offset: MakeOffset
+    tiny_gguf: Callable[[str], Path], make_offset: MakeOffset, architecture: str
 ) -> None:
-    options = LlamaCppOptions(n_ctx=512, n_seq_max=8, n_threads=1, n_threads_batch=1, type_k="f32", type_v="f32")
-    backend = LlamaCppBackend(tiny_gguf("llama"), options)
+    options = LlamaCppOptions(n_ctx=512, n_seq_max=16, n_threads=1, n_threads_batch=1, type_k="f32", type_v="f32")
+    backend = LlamaCppBackend(tiny_gguf(architecture), options)
     check_cached_equals_cold(backend, make_offset)
+    if architecture != "llama":
+        check_snapshots(backend, make_offset)
     backend.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
+from near_ties import parted
 
 from offset_runtime import EngineSettings, ModelSpec, OffsetRuntime, OffsetStore, Request, SamplingParams
 from offset_runtime.backends.base import Backend, Chunk
@@ -56,21 +56,6 @@ def make_requests(runtime: OffsetRuntime) -> list[Request]:
         )
         for i in range(16)
     ]
-
-
-def parted(
-    backend: Backend, request: Request, found: Sequence[int], expected: Sequence[int], near: float = NEAR_TIE
-) -> str | None:
-    """Say where two greedy replies part, unless the two best logits there are so close that either may win."""
-    for step, (one, other) in enumerate(zip(found, expected, strict=False)):
-        if one != other:
-            sequence = backend.allocate()
-            ids = [*request.prompt_ids, *expected[:step]]
-            [rows] = backend.forward([Chunk(sequence, ids, request.placements)])
-            backend.free(sequence)
-            best, second = np.sort(rows[0])[[-1, -2]]
-            return None if best - second <= near else f"token {step}: {one}, alone {other} ({best} / {second})"
-    return None if len(found) == len(expected) else f"{len(found)} tokens, alone {len(expected)}"
 
 
 def read(stream: Stream, most_tokens: int | None) -> tuple[int, ...]:

@@ -88,6 +88,23 @@ def check_chunks(
             )
 
 
+def fork_tokens(tokens: int | None, length: int, *, truncates: bool) -> int:
+    """How many tokens a fork of the first `tokens` tokens of a sequence of `length` holds; None: all.
+
+    Raises what `Backend.fork` raises; `truncates`: whether the backend declares `truncate`.
+    """
+    if tokens is None or tokens == length:
+        return length
+    if not 0 <= tokens <= length:
+        raise InvalidRequestError(f"cannot fork the first {tokens} tokens of a sequence of {length}")
+    if not truncates:
+        raise InvalidRequestError(
+            f"cannot fork the first {tokens} of {length} tokens: the state of this model cannot be cut back; "
+            "fork when the sequence holds no more than that"
+        )
+    return tokens
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back. All methods may be called from any thread."""
 
@@ -157,10 +174,11 @@ class Backend(Protocol):
         `KVCacheFullError` where the state of all does not fit.
         """
 
-    def fork(self, sequence: SequenceId) -> SequenceId:
-        """Open a new sequence with the same state. The two are independent from then on.
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        """Open a new sequence with the state of the first `tokens` tokens; None: of all. The two are independent.
 
-        Raises `InvalidRequestError` where the backend does not declare it.
+        Raises `InvalidRequestError` where the backend does not declare it, for a length that the sequence does not
+        have, and for fewer tokens than it has where `truncate` is not declared.
         """
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:

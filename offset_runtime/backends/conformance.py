@@ -257,6 +257,22 @@ def _fork_is_independent(trial: Trial) -> None:
     trial.expect_equal(found, expected, "a fork whose parents were freed")
 
 
+def _fork_of_a_beginning_equals_cold(trial: Trial) -> None:
+    ids, other_ids, placement = trial.prompt(62), trial.prompt(63), Placement(9, trial.offset(62), 3)
+    parent, cuts = trial.open(), trial.backend.capabilities.truncate
+    trial.feed(parent, ids[:16], [placement])
+    # Nothing, before, inside and behind the placement.
+    for tokens in (0, 5, 10, 16) if cuts else (16,):
+        child, branch = trial.fork(parent, tokens), [*ids[:tokens], *other_ids[tokens:]]
+        trial.expect(trial.backend.length(child) == tokens, f"length of a fork of {tokens} tokens")
+        found = trial.feed(child, branch[tokens:], [placement])
+        trial.expect_equal(found, trial.run(branch, [placement])[tokens:], f"the rest after a fork of {tokens} tokens")
+    found = trial.feed(parent, ids[16:])
+    trial.expect_equal(found, trial.run(ids, [placement])[16:], "the parent's continuation after forks of it")
+    for tokens in (-1, 1000) if cuts else (-1, 5, 1000):
+        trial.expect_refused(f"a fork of {tokens} tokens", trial.backend.fork, parent, tokens)
+
+
 def _forks_decode_in_one_batch(trial: Trial) -> None:
     ids, placement = trial.prompt(19, 9), Placement(6, trial.offset(19), 3)
     parent = trial.open()
@@ -336,7 +352,7 @@ _ALWAYS = _named(
     _failed_pass_changes_nothing,
     _tokenizer_adds_nothing,
 )
-_FORK = _named(_fork_is_independent, _forks_decode_in_one_batch)
+_FORK = _named(_fork_is_independent, _fork_of_a_beginning_equals_cold, _forks_decode_in_one_batch)
 _TRUNCATE = _named(_truncate_then_continue_equals_cold)
 _CHECKS = _ALWAYS | _FORK | _TRUNCATE
 _CAPABILITY_OF = dict.fromkeys(_FORK, "fork") | dict.fromkeys(_TRUNCATE, "truncate")

@@ -102,7 +102,9 @@ class RecurrentState:
     length: int = 0
     cache: DynamicCache | None = None
 
-    def fork(self) -> RecurrentState:
+    def fork(self, tokens: int) -> RecurrentState:
+        """Return a copy; `tokens` is all that were read, since it cannot be cut."""
+        assert tokens == self.length
         return RecurrentState(self.length, None if self.cache is None else _forked(self.cache))
 
     def bytes(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, fork_tokens
 from offset_runtime.errors import InvalidRequestError, KVCacheFullError
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
 
@@ -55,6 +55,7 @@ class FakeBackend:
     """See the module. `script` maps the prompt's text to a reply to write instead of random text.
 
     `context_tokens`, `kv_capacity_tokens` and `max_sequences` are the limits it declares; it holds to the last.
+    `truncate` False: its sequences cannot be cut back, like those of a recurrent model.
     """
 
     name = "fake"
@@ -66,13 +67,17 @@ class FakeBackend:
         context_tokens: int = 4096,
         kv_capacity_tokens: int | None = None,
         max_sequences: int | None = None,
+        truncate: bool = True,
     ) -> None:
         self._script = script
         self._sequences: dict[SequenceId, list[bytes]] = {}
         self._next_id = 0
         self.tokenizer = FakeTokenizer()
         self.capabilities = Capabilities(
-            context_tokens=context_tokens, kv_capacity_tokens=kv_capacity_tokens, max_sequences=max_sequences
+            context_tokens=context_tokens,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_sequences=max_sequences,
+            truncate=truncate,
         )
         rows = np.random.default_rng(7).normal(size=(VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
         self._rows = rows
@@ -101,10 +106,13 @@ class FakeBackend:
             results.append(np.stack(rows) if rows else np.zeros((0, VOCAB_SIZE), np.float32))
         return results
 
-    def fork(self, sequence: SequenceId) -> SequenceId:
-        return self._add(list(self._read(sequence)))
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        read = self._read(sequence)
+        return self._add(read[: fork_tokens(tokens, len(read), truncates=self.capabilities.truncate)])
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
+        if not self.capabilities.truncate:
+            raise InvalidRequestError("this backend was made with truncate=False; fork before instead")
         if not 0 <= tokens <= self.length(sequence):
             raise InvalidRequestError(f"cannot cut a sequence of {self.length(sequence)} tokens back to {tokens}")
         del self._read(sequence)[tokens:]

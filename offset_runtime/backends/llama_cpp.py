@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
 
-from offset_runtime.backends.base import Capabilities, Chunk, SequenceId, check_chunks
+from offset_runtime.backends.base import Capabilities, Chunk, SequenceId, check_chunks, fork_tokens
 from offset_runtime.backends.embedding_rule import EmbeddingRule, add_rows, find_rule
 from offset_runtime.backends.embedding_table import EmbeddingTable
 from offset_runtime.backends.llama_batch import LlamaBatch
@@ -177,12 +177,13 @@ class LlamaCppBackend:
             raise
         return [np.concatenate(rows) if len(rows) > 1 else rows[0] for rows in found.values()]
 
-    def fork(self, sequence: SequenceId) -> SequenceId:
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
         parent = self._get(sequence)
+        length = fork_tokens(tokens, parent.length, truncates=self._capabilities.truncate)
         child = self.allocate()
         # Unified cells: both now name the same ones, and no key is copied.
-        llama_cpp.llama_memory_seq_cp(self._memory, parent.slot, self._get(child).slot, -1, -1)
-        self._get(child).length = parent.length
+        llama_cpp.llama_memory_seq_cp(self._memory, parent.slot, self._get(child).slot, 0, length)
+        self._get(child).length = length
         return child
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:

@@ -58,11 +58,12 @@ class KVState:
     def truncate(self, tokens: int) -> None:
         self.length = tokens
 
-    def fork(self) -> KVState:
+    def fork(self, tokens: int) -> KVState:
+        """Return a copy of the state of the first `tokens` tokens."""
         copy = KVState()
-        copy.length = self.length
-        copy._keys = {layer: t[:, : self.length].clone() for layer, t in self._keys.items()}
-        copy._values = {layer: t[:, : self.length].clone() for layer, t in self._values.items()}
+        copy.length = tokens
+        copy._keys = {layer: t[:, :tokens].clone() for layer, t in self._keys.items()}
+        copy._values = {layer: t[:, :tokens].clone() for layer, t in self._values.items()}
         return copy
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

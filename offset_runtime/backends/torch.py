@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from offset_runtime.backends import packed
-from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, check_chunks
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, check_chunks, fork_tokens
 from offset_runtime.backends.executors import Executor, Feed, PackedExecutor, RecurrentExecutor
 from offset_runtime.errors import (
     InvalidRequestError,
@@ -191,8 +191,9 @@ class TorchBackend:
         bounds = np.cumsum([len(rows) for rows in logits])[:-1]
         return list(np.split(flat, bounds))
 
-    def fork(self, sequence: SequenceId) -> SequenceId:
-        return self._add(self.state(sequence).fork())
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        state = self.state(sequence)
+        return self._add(state.fork(fork_tokens(tokens, state.length, truncates=self._capabilities.truncate)))
 
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
         if not self._capabilities.truncate:

@@ -39,8 +39,8 @@ class Trial:
         self.opened.append(self.backend.allocate())
         return self.opened[-1]
 
-    def fork(self, sequence: SequenceId) -> SequenceId:
-        self.opened.append(self.backend.fork(sequence))
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        self.opened.append(self.backend.fork(sequence, tokens))
         return self.opened[-1]
 
     def close(self) -> None:

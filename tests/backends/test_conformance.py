@@ -14,7 +14,6 @@ import pytest
 from offset_runtime.backends import conformance
 from offset_runtime.backends.base import Chunk, SequenceId
 from offset_runtime.backends.fake import FakeBackend, FakeTokenizer
-from offset_runtime.errors import InvalidRequestError
 from offset_runtime.placement import Placement
 
 Logits = list[npt.NDArray[np.float32]]
@@ -102,8 +101,18 @@ class MixesRows(FakeBackend):
 
 
 class SharesStateInForks(FakeBackend):
-    def fork(self, sequence: SequenceId) -> SequenceId:
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
         return self._add(self._read(sequence))
+
+
+class ForksOneTokenTooMany(FakeBackend):
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        return super().fork(sequence, tokens + 1 if tokens in range(self.length(sequence)) else tokens)
+
+
+class ForksAnyLength(FakeBackend):
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        return self._add(list(self._read(sequence)[:tokens]))
 
 
 class IgnoresTruncate(FakeBackend):
@@ -125,13 +134,20 @@ class HidesTruncate(FakeBackend):
     """Can cut a sequence back, but does not declare it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.capabilities = dataclasses.replace(self.capabilities, truncate=False)
+        super().__init__(truncate=False)
 
-
-class RefusesTruncate(HidesTruncate):
     def truncate(self, sequence: SequenceId, tokens: int) -> None:
-        raise InvalidRequestError("cannot cut a sequence back")
+        del self._read(sequence)[tokens:]
+
+
+class ForksUncutState(FakeBackend):
+    """Cannot cut a sequence back, and yet forks a beginning of it."""
+
+    def __init__(self) -> None:
+        super().__init__(truncate=False)
+
+    def fork(self, sequence: SequenceId, tokens: int | None = None) -> SequenceId:
+        return self._add(self._read(sequence)[:tokens])
 
 
 class KeepsFreedState(FakeBackend):
@@ -202,6 +218,9 @@ class StartingTokenizer(FakeTokenizer):
         (MixesRows, "mixed batch equals each alone"),
         (SharesStateInForks, "fork is independent"),
         (SharesStateInForks, "forks decode in one batch"),
+        (ForksOneTokenTooMany, "fork of a beginning equals cold"),
+        (ForksAnyLength, "fork of a beginning equals cold"),
+        (ForksUncutState, "fork of a beginning equals cold"),
         (IgnoresTruncate, "truncate then continue equals cold"),
         (AcceptsAnyTruncate, "truncate then continue equals cold"),
         (HidesTruncate, "truncate then continue equals cold"),
@@ -225,7 +244,7 @@ def test_a_declared_capability_that_is_missing_fails() -> None:
 
 
 def test_an_undeclared_capability_that_is_refused_passes() -> None:
-    conformance.check("truncate then continue equals cold", RefusesTruncate)
+    conformance.check("truncate then continue equals cold", lambda: FakeBackend(truncate=False))
 
 
 def test_behaviours_are_parted_into_required_ones_and_ones_by_capability() -> None:

@@ -104,6 +104,18 @@ def _add_state_space(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
 
 
+def _add_short_convolutions(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    # The model makes a multiple of this of the size it is asked for.
+    writer.add_feed_forward_length(config.block_multiple_of)
+    writer.add_head_count(config.num_attention_heads)
+    # Layers without keys are convolutions.
+    writer.add_head_count_kv([0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types])
+    writer.add_rope_freq_base(_rope_base(config, "full_attention"))
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
 AddMetadata = Callable[[gguf.GGUFWriter, PreTrainedConfig], None]
 
 _METADATA: dict[str, tuple[AddMetadata, ...]] = {
@@ -119,6 +131,7 @@ _METADATA: dict[str, tuple[AddMetadata, ...]] = {
     "gemma3": (_add_attention, _add_window),
     "gemma3n": (_add_attention, _add_window, _add_alternating_updates),
     "mamba": (_add_state_space,),
+    "lfm2": (_add_short_convolutions,),
 }
 
 
