@@ -67,7 +67,7 @@ def restore_entries(
     restored = 0
     for entry in folder.entries(key):
         # Asked before the file is read, for which it may be in vain.
-        if not on_thread(partial(_fits, cache, entry, room_tokens)):
+        if not on_thread(partial(_fits, cache, backend, entry, room_tokens)):
             continue
         tensors = folder.read(entry)
         if tensors is not None:
@@ -79,8 +79,8 @@ def check_can_save(backend: Backend) -> None:
     """Raise `InvalidRequestError` where the backend declares no `save_state`."""
     if not backend.capabilities.save_state:
         raise InvalidRequestError(
-            f"the state of this model on backend {backend.name!r} cannot be saved or restored; leave that out, or "
-            "use a model without recurrent state"
+            f"the state of this model on backend {backend.name!r} cannot be saved or restored; run without saved "
+            "state (--kv-dir), or with a model that keeps no recurrent state"
         )
 
 
@@ -91,8 +91,9 @@ def _exported(cache: PrefixCache, backend: Backend, entry: CacheEntry) -> Tensor
     return backend.export_state(entry.sequence)
 
 
-def _fits(cache: PrefixCache, entry: StateEntry, room_tokens: Callable[[], float]) -> bool:
-    return len(entry.symbols) <= room_tokens() and cache.fits(entry.symbols, entry.state_bytes)
+def _fits(cache: PrefixCache, backend: Backend, entry: StateEntry, room_tokens: Callable[[], float]) -> bool:
+    most = min(room_tokens(), backend.capabilities.context_tokens)
+    return len(entry.symbols) <= most and cache.fits(entry.symbols, entry.state_bytes)
 
 
 def _imported(cache: PrefixCache, backend: Backend, entry: StateEntry, tensors: Tensors) -> bool:

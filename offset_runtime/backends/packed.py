@@ -28,8 +28,8 @@ class KeyValues(Protocol):
         """Append (H_kv, n, d_head) new keys and values; return all, (H_kv, length + n, d_head)."""
 
 
-# By layer, of "keys" and "values": heads, head size and dtype.
-KVForm = dict[int, dict[str, tuple[int, int, torch.dtype]]]
+# By layer, of "keys" and "values": heads, head size, dtype and device.
+KVForm = dict[int, dict[str, tuple[int, int, torch.dtype, torch.device]]]
 
 
 class KVState:
@@ -56,7 +56,7 @@ class KVState:
         """The sizes of a token's keys and values, by layer."""
         return {
             layer: {
-                kind: (tensor.shape[0], tensor.shape[2], tensor.dtype)
+                kind: (tensor.shape[0], tensor.shape[2], tensor.dtype, tensor.device)
                 for kind, tensor in (("keys", self._keys[layer]), ("values", self._values[layer]))
             }
             for layer in self.layers()

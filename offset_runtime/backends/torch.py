@@ -216,7 +216,7 @@ class TorchBackend:
 
     def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
         form, limit = self._kv_form(), self._capabilities.context_tokens
-        return self._add(torch_state.imported(tensors, form, self.model.device, limit))
+        return self._add(torch_state.imported(tensors, form, limit))
 
     def state_bytes(self) -> int:
         return sum(map(self.sequence_bytes, self._states))

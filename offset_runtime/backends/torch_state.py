@@ -54,9 +54,7 @@ def exported(state: KVState) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def imported(
-    tensors: Mapping[str, npt.NDArray[Any]], form: KVForm, device: torch.device, context_tokens: int
-) -> KVState:
+def imported(tensors: Mapping[str, npt.NDArray[Any]], form: KVForm, context_tokens: int) -> KVState:
     """The state that `exported` gave, for a model whose state has this `form`.
 
     Raises `InvalidRequestError` for other names, shapes or dtypes, and for more than `context_tokens` tokens.
@@ -67,13 +65,13 @@ def imported(
     fits = tensors.keys() == expected.keys() and 0 < tokens <= context_tokens
     fits = fits and all(
         tensors[name].shape == (heads, tokens, size) and tensors[name].dtype == _numpy_dtype(dtype)
-        for name, (heads, size, dtype) in expected.items()
+        for name, (heads, size, dtype, _) in expected.items()
     )
     if not fits:
         example = next(iter(expected.items()), None)
         raise InvalidRequestError(
             f"no state of this model: {describe(tensors)}; expected {len(expected)} arrays such as {example} "
-            f"(heads, head size, dtype), all of one length from 1 to {context_tokens} tokens"
+            f"(heads, head size, dtype, device), all of one length from 1 to {context_tokens} tokens"
         )
     keys: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
@@ -81,7 +79,8 @@ def imported(
         for kind, into in (("keys", keys), ("values", values)):
             # Copied: the caller's arrays may change, or be read-only.
             tensor = torch.from_numpy(np.array(tensors[f"{kind}.{layer}"]))
-            into[layer] = tensor.view(parts[kind][2]).to(device)
+            _, _, dtype, device = parts[kind]
+            into[layer] = tensor.view(dtype).to(device)
     return KVState.of(tokens, keys, values)
 
 

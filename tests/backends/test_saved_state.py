@@ -145,8 +145,8 @@ def test_torch_state_of_another_architecture_is_refused(tiny_backends: TinyBacke
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba"])
-def test_llama_state_is_taken_by_a_smaller_context_or_refused(tiny_gguf: TinyGguf, architecture: str) -> None:
-    # Fragmented on the way in: neighbours were freed, so its cells do not lie in one row.
+def test_llama_state_goes_into_scattered_cells_of_a_smaller_context(tiny_gguf: TinyGguf, architecture: str) -> None:
+    # Every second sequence is freed, so the cells that are left do not lie in one row.
     source, target = llama(tiny_gguf(architecture), n_ctx=512), llama(tiny_gguf(architecture))
     expected = source.forward([Chunk(source.allocate(), [*IDS, 5])])[0]
     others = [target.allocate() for _ in range(8)]
