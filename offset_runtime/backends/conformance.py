@@ -315,11 +315,86 @@ def _truncate_then_continue_equals_cold(trial: Trial) -> None:
         trial.expect_refused(f"a cut to {tokens} tokens", trial.backend.truncate, sequence, tokens)
 
 
+def _restored_sequence_continues_as_the_original(trial: Trial) -> None:
+    ids, placement = trial.prompt(62), Placement(8, trial.offset(62), 3)
+    texts = [[*ids, *trial.prompt(63 + i, 3)] for i in range(2)]
+    # Cut inside the placement: the rows already added are in the state, the others still are.
+    for tokens in (1, 9, len(ids)):
+        # Compared with sequences fed in the same pieces, so that no difference is one of the batch's shape.
+        original, *others = [trial.open() for _ in range(3)]
+        for sequence in (original, *others):
+            trial.feed(sequence, ids[:tokens], [placement])
+        saved = trial.backend.export_state(original)
+        copies = [trial.restore(saved) for _ in others]
+        trial.backend.free(original)
+        for array in saved.values():
+            if array.flags.writeable:
+                array.fill(0)
+        lengths = [trial.backend.length(sequence) for sequence in copies]
+        trial.expect(lengths == [tokens, tokens], f"restored sequences of {tokens} tokens have lengths {lengths}")
+        for restored, other, text in zip(copies, others, texts, strict=True):
+            found, expected = (trial.feed(sequence, text[tokens:], [placement]) for sequence in (restored, other))
+            trial.expect_equal(found, expected, f"what follows {tokens} restored tokens")
+        for sequence in (*copies, *others):
+            trial.backend.free(sequence)
+
+
+def _restored_sequence_is_like_any_other(trial: Trial) -> None:
+    ids, reply, able = trial.prompt(65), trial.prompt(66, 4), trial.backend.capabilities
+    before = trial.backend.state_bytes()
+    other, original = trial.open(), trial.open()
+    for sequence in (other, original):
+        trial.feed(sequence, ids)
+    # Nothing is freed until the end: where state lies in memory may show in the last digits.
+    first = trial.restore(trial.backend.export_state(original))
+    restored = trial.fork(first) if able.fork else first
+    if able.truncate:
+        for sequence in (other, restored):
+            trial.backend.truncate(sequence, 7)
+        expected, found = (trial.feed(sequence, ids[7:]) for sequence in (other, restored))
+        trial.expect_equal(found, expected, "a restored sequence after a cut")
+    again = trial.restore(trial.backend.export_state(restored))
+    expected, found = (trial.feed(sequence, reply) for sequence in (other, again))
+    trial.expect_equal(found, expected, "a sequence saved and restored twice")
+    for sequence in (other, original, first, restored, again):
+        trial.backend.free(sequence)
+    trial.expect(trial.backend.state_bytes() == before, "state is left behind by freed restored sequences")
+
+
+def _foreign_state_is_refused(trial: Trial) -> None:
+    backend, ids = trial.backend, trial.prompt(67)
+    trial.expect(backend.state_key() == backend.state_key() != "", "the state key is empty, or changes")
+    sequence = trial.open()
+    trial.expect_refused("saving an empty sequence", backend.export_state, sequence)
+    trial.feed(sequence, ids, (), "none")
+    held = backend.state_bytes()
+    good = backend.export_state(sequence)
+    name, array = next(iter(good.items()))
+    for what, foreign in {
+        "without tensors": {},
+        "with another name": {f"{n} of another": a for n, a in good.items()},
+        "with a tensor more": {**good, "more": array},
+        "of another dtype": {**good, name: array.astype(np.float16 if array.dtype != np.float16 else np.float32)},
+        "of another size": {**good, name: array[..., :-1]},
+        "of another shape": {**good, name: array[np.newaxis]},
+    }.items():
+        trial.expect_refused(f"a state {what}", backend.import_state, foreign)
+        trial.expect(backend.state_bytes() == held, f"a refused state {what} leaves state behind")
+    found, expected = (trial.feed(continued, ids[:1]) for continued in (trial.restore(good), sequence))
+    trial.expect_equal(found, expected, "a state restored after others were refused")
+    trial.backend.free(sequence)
+    trial.expect_refused("saving a freed sequence", backend.export_state, sequence)
+
+
 def _undeclared_is_refused(trial: Trial, capability: str) -> None:
     sequence, ids = trial.open(), trial.prompt(70, 6)
     trial.feed(sequence, ids[:5], (), "none")
     what = f"{capability}, which the backend does not declare,"
-    if capability == "fork":
+    if capability == "save_state":
+        trial.expect_refused(what, trial.backend.state_key)
+        trial.expect_refused(what, trial.backend.export_state, sequence)
+        trial.expect_refused(what, trial.backend.import_state, {})
+    elif capability == "fork":
         trial.expect_refused(what, trial.backend.fork, sequence)
     else:
         trial.expect_refused(what, trial.backend.truncate, sequence, 2)
@@ -354,8 +429,15 @@ _ALWAYS = _named(
 )
 _FORK = _named(_fork_is_independent, _fork_of_a_beginning_equals_cold, _forks_decode_in_one_batch)
 _TRUNCATE = _named(_truncate_then_continue_equals_cold)
-_CHECKS = _ALWAYS | _FORK | _TRUNCATE
-_CAPABILITY_OF = dict.fromkeys(_FORK, "fork") | dict.fromkeys(_TRUNCATE, "truncate")
+_SAVE_STATE = _named(
+    _restored_sequence_continues_as_the_original,
+    _restored_sequence_is_like_any_other,
+    _foreign_state_is_refused,
+)
+_CHECKS = _ALWAYS | _FORK | _TRUNCATE | _SAVE_STATE
+_CAPABILITY_OF = (
+    dict.fromkeys(_FORK, "fork") | dict.fromkeys(_TRUNCATE, "truncate") | dict.fromkeys(_SAVE_STATE, "save_state")
+)
 
 REQUIRED: frozenset[str] = frozenset(_ALWAYS)
 BY_CAPABILITY: frozenset[str] = frozenset(_CAPABILITY_OF)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +156,58 @@ class KeepsFreedState(FakeBackend):
         pass
 
 
+class LosesTheLastToken(FakeBackend):
+    def export_state(self, sequence: SequenceId) -> dict[str, npt.NDArray[Any]]:
+        return {"read": super().export_state(sequence)["read"][: max(1, self.length(sequence) - 1)]}
+
+
+class RestoresTheWrongState(FakeBackend):
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        if set(tensors) == {"read"}:
+            tensors = {"read": np.roll(tensors["read"], 1, axis=0)}
+        return super().import_state(tensors)
+
+
+class SharesWhatItRestores(FakeBackend):
+    """Gives every sequence restored from the same arrays the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restored: dict[int, list[bytes]] = {}
+
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        sequence = super().import_state(tensors)
+        self._sequences[sequence] = self.restored.setdefault(id(tensors), self._sequences[sequence])
+        return sequence
+
+
+class TakesAnyState(FakeBackend):
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        return self._add([row.tobytes() for array in tensors.values() for row in array])
+
+
+class LeavesARefusedStateOpen(FakeBackend):
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        sequence = self._add([bytes(64)])
+        restored = super().import_state(tensors)
+        self.free(sequence)
+        return restored
+
+
+class ChangesItsKey(FakeBackend):
+    def state_key(self) -> str:
+        self._next_id += 1
+        return f"{super().state_key()} {self._next_id}"
+
+
+class HidesSaveState(FakeBackend):
+    """Can save state, but does not declare it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = dataclasses.replace(self.capabilities, save_state=False)
+
+
 class HidesItsBytes(FakeBackend):
     def sequence_bytes(self, sequence: SequenceId) -> int:
         return len(self._read(sequence))
@@ -225,6 +278,14 @@ class StartingTokenizer(FakeTokenizer):
         (AcceptsAnyTruncate, "truncate then continue equals cold"),
         (HidesTruncate, "truncate then continue equals cold"),
         (KeepsFreedState, "free forgets"),
+        (LosesTheLastToken, "restored sequence continues as the original"),
+        (RestoresTheWrongState, "restored sequence continues as the original"),
+        (SharesWhatItRestores, "restored sequence continues as the original"),
+        (TakesAnyState, "foreign state is refused"),
+        (LeavesARefusedStateOpen, "foreign state is refused"),
+        (ChangesItsKey, "foreign state is refused"),
+        (HidesSaveState, "foreign state is refused"),
+        (HidesSaveState, "restored sequence is like any other"),
         (HidesItsBytes, "free forgets"),
         (FeedsBeforeItChecks, "failed pass changes nothing"),
         (ReturnsEveryRow, "logits come as asked"),
