@@ -11,6 +11,7 @@ from offset_runtime.bench.history import shared_history
 from offset_runtime.bench.processes import measure_cold_llama, measure_cold_transformers, measure_memory
 from offset_runtime.bench.switching import measure_domain_switch
 from offset_runtime.bench.turns import second_turn, second_turn_other_domains
+from offset_runtime.bench.workflow import workflow
 from offset_runtime.errors import InvalidRequestError, nearest_hint
 
 _LLAMA_CPP = frozenset({"llama_cpp"})
@@ -62,6 +63,13 @@ CASES = (
     ),
     Case("shared_history", "4 domains over one history, turn / sequence anchors", 0.35, on_model=shared_history),
     Case("memory_100", "resident memory with 100 domains / with 1", 1.01, in_processes=measure_memory),
+    Case(
+        "workflow",
+        "8 agents in 4 domains, 3 rounds: ours / a call after another",
+        0.4,
+        in_processes=workflow,
+        backends=REAL_BACKENDS,
+    ),
     Case(
         "cold_start_llama",
         "cold process to first token, ours / Llama",
