@@ -18,6 +18,7 @@ from offset_runtime.graphs.builder import WorkflowGraph, agent_offsets, build_gr
 from offset_runtime.graphs.check import find_model_problems, find_problems
 from offset_runtime.graphs.checkpoints import sqlite_checkpoints
 from offset_runtime.graphs.findings import raise_findings
+from offset_runtime.graphs.kept_state import KeptState
 from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.schema import Workflow
@@ -25,6 +26,7 @@ from offset_runtime.graphs.terminal import memory_line, show_events
 from offset_runtime.models import chosen_backend
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.shared import shared_runtimes
+from offset_runtime.state_folder import StateFolder
 from offset_runtime.terminal import messages, output, quiet_libraries, spinner
 
 graph_app = typer.Typer(
@@ -43,6 +45,17 @@ Thread = Annotated[
     str, typer.Option(metavar="ID", help="Conversation in the checkpoint file; it goes on where it was.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run, from --checkpoint FILE.")]
+KVDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-dir",
+        metavar="DIR",
+        help="Keep what the model has read in this folder, and do not read again what an earlier run left there.",
+    ),
+]
+KVMaxMb = Annotated[
+    int, typer.Option("--kv-max-mb", metavar="MB", min=1, help="Most that --kv-dir may take; the oldest goes first.")
+]
 Load = Annotated[bool, typer.Option("--load", help="Load the base model too, and check that the agents fit it.")]
 Output = Annotated[
     Path | None,
@@ -57,6 +70,8 @@ def run(
     checkpoint: Checkpoint = None,
     thread: Thread = _DEFAULT_THREAD,
     resume: Resume = False,
+    kv_dir: KVDir = None,
+    kv_max_mb: KVMaxMb = 1024,
 ) -> None:
     """Run a workflow on INPUT, showing each agent's reply as it is written.
 
@@ -64,6 +79,7 @@ def run(
     """
     _check_input(text, checkpoint, resume)
     loaded = load_workflow(workflow)
+    folder = None if kv_dir is None else StateFolder(kv_dir, kv_max_mb * 10**6)
     config: RunnableConfig = {"configurable": {"thread_id": thread}}
     with _checkpoints(checkpoint) as saver:
         runtime = _load(loaded)
@@ -71,16 +87,18 @@ def run(
         offsets = agent_offsets(loaded, runtime)
         if saver is not None and not resume:
             _say_if_continued(graph, config)
-        try:
-            # Closed before the checkpoint is read: until then agents go on.
-            with contextlib.closing(run_workflow(graph, text, config=config)) as events:
-                show_events(events, offsets=offsets, console=output(), as_json=as_json)
-        except KeyboardInterrupt:
-            if saver is not None and graph.get_state(config).next:
-                _hint_at_resume(thread)
-            raise
+        with KeptState(runtime, folder) as kept:
+            try:
+                # Closed before the checkpoint is read: until then agents go on.
+                with contextlib.closing(run_workflow(graph, text, config=config)) as events:
+                    show_events(events, offsets=offsets, console=output(), as_json=as_json)
+            except KeyboardInterrupt:
+                if saver is not None and graph.get_state(config).next:
+                    _hint_at_resume(thread)
+                raise
     if not as_json:
-        output().print(memory_line(runtime, offsets), style="dim", soft_wrap=True)
+        for line in filter(None, (memory_line(runtime, offsets), kept.line)):
+            output().print(line, style="dim", soft_wrap=True)
 
 
 @graph_app.command()

@@ -38,11 +38,29 @@ class _Node:
     size_bytes: int = 0
     used: int = 0
 
+    def symbols(self) -> tuple[Symbol, ...]:
+        """What the model has read on the way from the root."""
+        edges = []
+        node: _Node | None = self
+        while node is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return tuple(symbol for edge in reversed(edges) for symbol in edge)
+
     def below(self) -> Iterator[_Node]:
         """This node and all below it."""
         yield self
         for child in self.children.values():
             yield from child.below()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A sequence of the cache, which stays the cache's, what the model read in it, and its state in bytes."""
+
+    symbols: tuple[Symbol, ...]
+    sequence: SequenceId
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +93,7 @@ class PrefixCache:
         self._root = _Node(None, (), 0)
         self._entries: dict[SequenceId, _Node] = {}
         self._tokens = self._bytes = 0
-        self._clock = 0
+        self._clock = self._oldest = 0
         self._hit_tokens = self._asked_tokens = self._evictions = 0
 
     @property
@@ -124,17 +142,39 @@ class PrefixCache:
         if not symbols or size > self._max_bytes or self._max_entries == 0:
             self._free(sequence)
             return
-        leaf = self._grow(symbols)
-        leaf.sequence, leaf.size_bytes = sequence, size
-        self._entries[sequence] = leaf
-        self._tokens += leaf.depth
-        self._bytes += size
-        self._touch(leaf)
-        if self._backend.capabilities.truncate:
-            # What a longer entry begins with can be cut out of it.
-            self._drop_ancestors(leaf)
+        self._clock += 1
+        self._keep(symbols, sequence, size, self._clock)
         while self._bytes > self._max_bytes or len(self._entries) > self._entry_limit:
             self._evict()
+
+    def entries(self) -> list[CacheEntry]:
+        """What the cache holds, most recently used first."""
+        nodes = sorted(self._entries.values(), key=lambda node: node.used, reverse=True)
+        return [
+            CacheEntry(node.symbols(), node.sequence, node.size_bytes) for node in nodes if node.sequence is not None
+        ]
+
+    def holds(self, entry: CacheEntry) -> bool:
+        """Whether the cache still holds what `entries` gave."""
+        node = self._entries.get(entry.sequence)
+        return node is not None and node.depth == len(entry.symbols) and node.symbols() == entry.symbols
+
+    def fits(self, symbols: Sequence[Symbol], size_bytes: int) -> bool:
+        """Whether state of `symbols` is new to the cache, and of a size that nothing need give way to."""
+        node, matched = self._match(symbols)
+        known = self._covering(node, matched) if matched == len(symbols) else None
+        room = self._bytes + size_bytes <= self._max_bytes and len(self._entries) + 1 <= self._entry_limit
+        return bool(symbols) and room and (known is None or known.depth < matched)
+
+    def put_oldest(self, symbols: Sequence[Symbol], sequence: SequenceId) -> bool:
+        """Keep a sequence as the one used longest ago where it `fits`, else free it; returns whether it is kept."""
+        size = self._backend.sequence_bytes(sequence)
+        if not self.fits(symbols, size):
+            self._free(sequence)
+            return False
+        self._oldest -= 1
+        self._keep(symbols, sequence, size, self._oldest)
+        return True
 
     def shrink(self, tokens: int) -> None:
         """Drop least recently used entries until those left hold at most `tokens` tokens, each counted alone."""
@@ -229,11 +269,23 @@ class PrefixCache:
         self._clock += 1
         node.used = self._clock
 
+    def _keep(self, symbols: Sequence[Symbol], sequence: SequenceId, size: int, used: int) -> None:
+        leaf = self._grow(symbols)
+        leaf.sequence, leaf.size_bytes, leaf.used = sequence, size, used
+        self._entries[sequence] = leaf
+        self._tokens += leaf.depth
+        self._bytes += size
+        if self._backend.capabilities.truncate:
+            # What a longer entry begins with can be cut out of it.
+            self._drop_ancestors(leaf)
+
     def _drop_ancestors(self, leaf: _Node) -> None:
         node = leaf.parent
         while node is not None:
             parent = node.parent
             if node.sequence is not None:
+                # It stands for them from now on.
+                leaf.used = max(leaf.used, node.used)
                 self._drop(node)
             node = parent
 

@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,11 +27,15 @@ from offset_runtime.errors import (
     RequestCancelledError,
 )
 from offset_runtime.job import Job
+from offset_runtime.persistence import restore_entries, save_entries
 from offset_runtime.placement import check_placements
 from offset_runtime.request import Completion, Delta, Event, Request, Sink
 from offset_runtime.scheduler import Scheduler
+from offset_runtime.state_folder import StateFolder
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineSettings(BaseModel):
@@ -80,6 +85,7 @@ class Engine:
         self._cache = self._make_cache()
         self._cache_figures = self._cache.figures
         self._inbox: deque[Job] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
@@ -126,6 +132,24 @@ class Engine:
             self._wake.notify()
         return Ticket(job)
 
+    def save_state(self, folder: StateFolder) -> int:
+        """Write what the prefix cache holds and `folder` does not, and return how many of its entries are there now.
+
+        Of more than fits in the folder, the last used. Requests run on meanwhile. Safe from any thread. Raises
+        `InvalidRequestError` where the backend cannot, `StateFolderError` where the folder cannot be written, and
+        `EngineClosedError`.
+        """
+        return save_entries(self._cache, self.backend, folder, self._on_thread)
+
+    def restore_state(self, folder: StateFolder) -> int:
+        """Put states of this model that `folder` holds into the prefix cache, and return how many.
+
+        Newest first, as far as the cache has room: nothing in it gives way. What is damaged or of another model is
+        left out with a warning. Safe from any thread. Raises `InvalidRequestError` where the backend cannot, and
+        `EngineClosedError`.
+        """
+        return restore_entries(self._cache, self.backend, folder, self._on_thread, self._room_tokens)
+
     def close(self) -> None:
         """Stop after the current step; requests that have not ended fail with `EngineClosedError`."""
         with self._wake:
@@ -142,6 +166,25 @@ class Engine:
             # The rest of a prompt whose beginning is known would be fed token by token, which is slower than all of it.
             most = 0
         return PrefixCache(self.backend, max_bytes=self.settings.cache_bytes, max_entries=most)
+
+    def _on_thread(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises, called between two steps on the thread that owns the model."""
+        if threading.current_thread() is self._thread:
+            return call()
+        answer: Future[T] = Future()
+        with self._wake:
+            self._check_open()
+            self._calls.append((call, answer))
+            self._wake.notify()
+        return answer.result()
+
+    def _room_tokens(self) -> float:
+        """Tokens that the backend has room for beside what runs and is cached, each sequence counted alone."""
+        capacity = self.backend.capabilities.kv_capacity_tokens
+        if capacity is None:
+            return float("inf")
+        reserved = sum(running.reserved_tokens for running in self._scheduler.running)
+        return capacity - reserved - self._cache.figures.tokens
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -166,6 +209,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._collect():
+                self._answer_calls()
                 self._sweep()
                 for job in self._scheduler.admit():
                     self._start(job)
@@ -180,16 +224,40 @@ class Engine:
                 self._drain_inbox()
             self._end_all(f"the engine's thread died: {error!r}. Load the model again.")
         finally:
+            self._refuse_calls()
             self._cache.clear()
             self._cache_figures = self._cache.figures
 
     def _collect(self) -> bool:
         """Wait for work and take it in; False when the engine is to stop."""
         with self._wake:
-            while not (self._closing or self._inbox or self._scheduler.running or self._scheduler.waiting):
+            while not (
+                self._closing or self._inbox or self._calls or self._scheduler.running or self._scheduler.waiting
+            ):
                 self._wake.wait()
             self._drain_inbox()
             return not self._closing
+
+    def _answer_calls(self) -> None:
+        # As many as there are now: a thread that calls on and on must not keep requests waiting.
+        for _ in range(len(self._calls)):
+            call, answer = self._calls.popleft()
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+            self._cache_figures = self._cache.figures
+
+    def _refuse_calls(self) -> None:
+        """Answer calls that came before the engine closed or died, and were not reached."""
+        with self._wake:
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, answer in calls:
+            try:
+                self._check_open()
+            except EngineClosedError as error:
+                answer.set_exception(error)
 
     def _drain_inbox(self) -> None:
         while self._inbox:

@@ -10,6 +10,7 @@
     ├── UnsupportedModelError      the model cannot take an offset
     ├── ContextOverflowError       prompt + max_tokens exceeds the context
     ├── InvalidRequestError        a request that can never run
+    ├── StateFolderError           a folder for saved state cannot be used or written
     ├── DocumentError              training or test documents cannot be used
     ├── WorkflowError              a workflow file is wrong
     ├── RequestCancelledError      the caller cancelled the request
@@ -75,6 +76,10 @@ class ContextOverflowError(OffsetError):
 
 class InvalidRequestError(OffsetError):
     """A request that can never run, whatever the load."""
+
+
+class StateFolderError(OffsetError):
+    """A folder for saved state is none, or cannot be written. (What is damaged in it is no error: it is not used.)"""
 
 
 class DocumentError(OffsetError):

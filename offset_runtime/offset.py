@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from safetensors.numpy import save as save_safetensors
 
 from offset_runtime.errors import InvalidRequestError, OffsetFileError
 from offset_runtime.identity import BaseIdentity
+from offset_runtime.tensor_file import read_header, write_atomically
 
 Anchor = Literal["sequence", "turn"]
 PromptFormat = Literal["raw", "bos", "chat"]
@@ -154,7 +155,7 @@ class DomainOffset:
             "created_at": self.created_at,
             "digest": self.digest,
         }
-        _write_atomically(target, save_safetensors({TENSOR_NAME: self.tensor}, metadata=metadata))
+        _write(target, save_safetensors({TENSOR_NAME: self.tensor}, metadata=metadata))
         return target
 
     def _field_json(self, name: str, value: Mapping[str, Any]) -> str:
@@ -259,17 +260,10 @@ def _read_metadata(path: Path, data: bytes) -> dict[str, str]:
 
 
 def _read_header(path: Path, data: bytes) -> object:
-    if len(data) < 8:
-        raise _unusable(path, f"it is truncated ({len(data)} bytes)")
-    header_bytes = int.from_bytes(data[:8], "little")
-    if header_bytes > MAX_HEADER_BYTES:
-        raise _unusable(path, f"its header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    if header_bytes > len(data) - 8:
-        raise _unusable(path, f"it is truncated (header of {header_bytes} bytes, file of {len(data)})")
     try:
-        return json.loads(data[8 : 8 + header_bytes])
-    except (ValueError, RecursionError) as error:
-        raise _unusable(path, "it is not a safetensors file (its header is not JSON)") from error
+        return read_header(io.BytesIO(data), len(data), MAX_HEADER_BYTES)[1]
+    except ValueError as error:
+        raise _unusable(path, str(error)) from error
 
 
 def _read_tensor(path: Path, data: bytes) -> npt.NDArray[np.float32]:
@@ -292,19 +286,9 @@ def _json_object(path: Path, key: str, metadata: Mapping[str, str]) -> dict[str,
     return value
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+def _write(path: Path, data: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # Opened, and not made by tempfile, so that the file gets the mode the user's umask gives.
-            with temporary.open("xb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, data)
     except OSError as error:
         raise OffsetFileError(
             f"cannot write offset file {path}: {error.strerror}; check the folder's permissions and free space"

@@ -21,6 +21,7 @@ from offset_runtime.offset import DomainOffset, PromptFormat
 from offset_runtime.placement import place
 from offset_runtime.request import Completion, Request
 from offset_runtime.sampling import SamplingParams
+from offset_runtime.state_folder import DEFAULT_MAX_BYTES, StateFolder
 from offset_runtime.store import OffsetStore
 from offset_runtime.stream import AsyncStream, Stream
 
@@ -206,6 +207,21 @@ class OffsetRuntime:
             scores.append(Score(offset.domain if offset else None, prompt_format, len(found), sum(found)))
         return scores
 
+    def save_state(self, folder: str | os.PathLike[str] | StateFolder, *, max_bytes: int = DEFAULT_MAX_BYTES) -> int:
+        """Save what the prefix cache holds, so that a later process need not read it again; see `Engine.save_state`.
+
+        `max_bytes`: what the folder's states may take together, the oldest go first (a `StateFolder` has its own).
+        Returns how many entries of the cache the folder then holds. Raises `StateFolderError` too.
+        """
+        return self.engine.save_state(_state_folder(folder, max_bytes))
+
+    def restore_state(self, folder: str | os.PathLike[str] | StateFolder) -> int:
+        """Take saved state of this model back into the prefix cache, and return how many entries; see `Engine`.
+
+        Raises `StateFolderError` for a path that is no folder, and what `Engine.restore_state` raises.
+        """
+        return self.engine.restore_state(_state_folder(folder, DEFAULT_MAX_BYTES))
+
     @property
     def default_format(self) -> PromptFormat:
         """The prompt format of requests without a domain: chat where the model has a template."""
@@ -251,6 +267,10 @@ class OffsetRuntime:
         if key not in self._checked:
             self.backend.identity.check(offset.base, domain=offset.domain)
             self._checked.add(key)
+
+
+def _state_folder(folder: str | os.PathLike[str] | StateFolder, max_bytes: int) -> StateFolder:
+    return folder if isinstance(folder, StateFolder) else StateFolder(folder, max_bytes)
 
 
 def _check_strength(strength: object) -> None:

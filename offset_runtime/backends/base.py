@@ -28,7 +28,8 @@ class Capabilities:
     (not so for recurrent state). `fork`: a sequence can be copied. `split_prefill`: a prompt may be
     fed in several chunks at full speed; where False, later chunks are fed token by token, so the
     scheduler gives a prompt in one piece. `mixed_batch`: one forward pass holds sequences of
-    different lengths; where False they run one after the other, with the same result.
+    different lengths; where False they run one after the other, with the same result. `save_state`: the
+    state of a sequence can be taken out and put back, in another process too.
     """
 
     context_tokens: int
@@ -38,6 +39,7 @@ class Capabilities:
     fork: bool = True
     split_prefill: bool = True
     mixed_batch: bool = True
+    save_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,13 @@ def check_chunks(
             raise ContextOverflowError(
                 f"a sequence of {held} tokens + {count} more exceeds the context of {context_tokens} tokens"
             )
+
+
+def describe(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Names, dtypes and shapes of a few tensors, for messages on state that does not fit."""
+    shown = [f"{name!r} {array.dtype} {array.shape}" for name, array in list(tensors.items())[:3]]
+    more = [f"{len(tensors) - 3} more"] if len(tensors) > 3 else []
+    return ", ".join([*shown, *more]) or "no tensors"
 
 
 class Tokenizer(Protocol):
@@ -172,6 +181,26 @@ class Backend(Protocol):
 
     def free(self, sequence: SequenceId) -> None:
         """Release the sequence and its state. Freeing it once more does nothing."""
+
+    def state_key(self) -> str:
+        """What two processes must have in common for the state of one to be of use in the other, in one line.
+
+        Equal only where backend, weights, form of the state and its version are: more than `identity`, which
+        tolerates quantisation. Raises `InvalidRequestError` where `save_state` is not declared.
+        """
+
+    def export_state(self, sequence: SequenceId) -> dict[str, npt.NDArray[Any]]:
+        """Return a copy of the state of a sequence that holds at least one token, as arrays by name.
+
+        Raises `InvalidRequestError` for an empty sequence, and where `save_state` is not declared.
+        """
+
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        """Open a sequence with a copy of state that `export_state` gave on a backend of the same `state_key`.
+
+        Raises `InvalidRequestError` for what is no state of this model (other names, shapes or dtypes, or longer
+        than the context), and where `save_state` is not declared; `KVCacheFullError` where there is no room.
+        """
 
     def state_bytes(self) -> int:
         """Bytes of state that all open sequences hold together."""

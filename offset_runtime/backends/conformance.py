@@ -299,11 +299,81 @@ def _truncate_then_continue_equals_cold(trial: Trial) -> None:
         trial.expect_refused(f"a cut to {tokens} tokens", trial.backend.truncate, sequence, tokens)
 
 
+def _restored_sequence_continues_as_the_original(trial: Trial) -> None:
+    ids, placement = trial.prompt(62), Placement(8, trial.offset(62), 3)
+    reply, other = trial.prompt(63, 3), trial.prompt(64, 3)
+    expected, branch = trial.run([*ids, *reply], [placement]), trial.run([*ids, *other], [placement])
+    # Cut inside the placement: the rows already added are in the state, the others still are.
+    for tokens in (1, 9, len(ids)):
+        original = trial.open()
+        trial.feed(original, ids[:tokens], [placement])
+        saved = trial.backend.export_state(original)
+        copies = [trial.restore(saved), trial.restore(saved)]
+        trial.backend.free(original)
+        for array in saved.values():
+            if array.flags.writeable:
+                array.fill(0)
+        lengths = [trial.backend.length(sequence) for sequence in copies]
+        trial.expect(lengths == [tokens, tokens], f"restored sequences of {tokens} tokens have lengths {lengths}")
+        for sequence, text, rows in zip(copies, ([*ids, *reply], [*ids, *other]), (expected, branch), strict=True):
+            found = trial.feed(sequence, text[tokens:], [placement])
+            trial.expect_equal(found, rows[tokens:], f"what follows {tokens} restored tokens")
+            trial.backend.free(sequence)
+
+
+def _restored_sequence_is_like_any_other(trial: Trial) -> None:
+    ids, reply, able = trial.prompt(65), trial.prompt(66, 4), trial.backend.capabilities
+    expected = trial.run([*ids, *reply])
+    before, original = trial.backend.state_bytes(), trial.open()
+    trial.feed(original, ids)
+    restored = trial.restore(trial.backend.export_state(original))
+    if able.fork:
+        trial.backend.free(original)
+        original, restored = restored, trial.fork(restored)
+    if able.truncate:
+        trial.backend.truncate(restored, 7)
+        trial.expect_equal(trial.feed(restored, ids[7:]), expected[7 : len(ids)], "a restored sequence after a cut")
+    again = trial.restore(trial.backend.export_state(restored))
+    trial.expect_equal(trial.feed(again, reply), expected[len(ids) :], "a sequence saved and restored twice")
+    for sequence in (original, restored, again):
+        trial.backend.free(sequence)
+    trial.expect(trial.backend.state_bytes() == before, "state is left behind by freed restored sequences")
+
+
+def _foreign_state_is_refused(trial: Trial) -> None:
+    backend, ids = trial.backend, trial.prompt(67)
+    trial.expect(backend.state_key() == backend.state_key() != "", "the state key is empty, or changes")
+    sequence = trial.open()
+    trial.expect_refused("saving an empty sequence", backend.export_state, sequence)
+    trial.feed(sequence, ids, (), "none")
+    held = backend.state_bytes()
+    good = backend.export_state(sequence)
+    name, array = next(iter(good.items()))
+    for what, foreign in {
+        "without tensors": {},
+        "with another name": {f"{n} of another": a for n, a in good.items()},
+        "with a tensor more": {**good, "more": array},
+        "of another dtype": {**good, name: array.astype(np.float16 if array.dtype != np.float16 else np.float32)},
+        "of another size": {**good, name: array[..., :-1]},
+        "of another shape": {**good, name: array[np.newaxis]},
+    }.items():
+        trial.expect_refused(f"a state {what}", backend.import_state, foreign)
+        trial.expect(backend.state_bytes() == held, f"a refused state {what} leaves state behind")
+    expected = trial.run([*ids, ids[0]])[-1:]
+    trial.expect_equal(trial.feed(trial.restore(good), ids[:1]), expected, "a state restored after others were refused")
+    trial.backend.free(sequence)
+    trial.expect_refused("saving a freed sequence", backend.export_state, sequence)
+
+
 def _undeclared_is_refused(trial: Trial, capability: str) -> None:
     sequence, ids = trial.open(), trial.prompt(70, 6)
     trial.feed(sequence, ids[:5], (), "none")
     what = f"{capability}, which the backend does not declare,"
-    if capability == "fork":
+    if capability == "save_state":
+        trial.expect_refused(what, trial.backend.state_key)
+        trial.expect_refused(what, trial.backend.export_state, sequence)
+        trial.expect_refused(what, trial.backend.import_state, {})
+    elif capability == "fork":
         trial.expect_refused(what, trial.backend.fork, sequence)
     else:
         trial.expect_refused(what, trial.backend.truncate, sequence, 2)
@@ -338,8 +408,15 @@ _ALWAYS = _named(
 )
 _FORK = _named(_fork_is_independent, _forks_decode_in_one_batch)
 _TRUNCATE = _named(_truncate_then_continue_equals_cold)
-_CHECKS = _ALWAYS | _FORK | _TRUNCATE
-_CAPABILITY_OF = dict.fromkeys(_FORK, "fork") | dict.fromkeys(_TRUNCATE, "truncate")
+_SAVE_STATE = _named(
+    _restored_sequence_continues_as_the_original,
+    _restored_sequence_is_like_any_other,
+    _foreign_state_is_refused,
+)
+_CHECKS = _ALWAYS | _FORK | _TRUNCATE | _SAVE_STATE
+_CAPABILITY_OF = (
+    dict.fromkeys(_FORK, "fork") | dict.fromkeys(_TRUNCATE, "truncate") | dict.fromkeys(_SAVE_STATE, "save_state")
+)
 
 REQUIRED: frozenset[str] = frozenset(_ALWAYS)
 BY_CAPABILITY: frozenset[str] = frozenset(_CAPABILITY_OF)

@@ -32,6 +32,8 @@ class Executor(Protocol):
     truncate: bool
     split_prefill: bool
     mixed_batch: bool
+    # Whether states are `packed.KVState`, and of which form; known once the model was run.
+    kv_form: packed.KVForm | None
 
     def new_state(self) -> Any:
         """Return the state of an empty sequence; it has a `length`."""
@@ -57,12 +59,15 @@ class PackedExecutor:
         _refuse_unpackable(model.config)
         model.set_attn_implementation(packed.IMPLEMENTATION)
         self._model = model
+        self.kv_form: packed.KVForm | None = None
 
     def new_state(self) -> packed.KVState:
         return packed.KVState()
 
     def run(self, feeds: Sequence[Feed]) -> tuple[list[Tensor], list[packed.KVState]]:
         logits = self._pass(feeds, [feed.state for feed in feeds])
+        if self.kv_form is None:
+            self.kv_form = feeds[0].state.form
         return logits, [feed.state.advanced(feed.embeddings.shape[0]) for feed in feeds]
 
     def forward_grad(self, feeds: Sequence[Feed]) -> list[Tensor]:
@@ -123,6 +128,7 @@ class RecurrentExecutor:
 
     truncate = False
     mixed_batch = False
+    kv_form: packed.KVForm | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -7,12 +7,13 @@ rows included, so any mix-up of sequences, positions or offsets changes the outp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, describe
 from offset_runtime.errors import InvalidRequestError, KVCacheFullError
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
 
@@ -72,7 +73,10 @@ class FakeBackend:
         self._next_id = 0
         self.tokenizer = FakeTokenizer()
         self.capabilities = Capabilities(
-            context_tokens=context_tokens, kv_capacity_tokens=kv_capacity_tokens, max_sequences=max_sequences
+            context_tokens=context_tokens,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_sequences=max_sequences,
+            save_state=True,
         )
         rows = np.random.default_rng(7).normal(size=(VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
         self._rows = rows
@@ -111,6 +115,27 @@ class FakeBackend:
 
     def free(self, sequence: SequenceId) -> None:
         self._sequences.pop(sequence, None)
+
+    def state_key(self) -> str:
+        return f"fake state 1, rows {hashlib.sha256(self._rows.tobytes()).hexdigest()}"
+
+    def export_state(self, sequence: SequenceId) -> dict[str, npt.NDArray[Any]]:
+        """One array `read`, float32 of shape (tokens, `HIDDEN_SIZE`): the embeddings read."""
+        read = self._read(sequence)
+        if not read:
+            raise InvalidRequestError("an empty sequence has no state to export")
+        return {"read": np.frombuffer(b"".join(read), np.float32).reshape(len(read), HIDDEN_SIZE)}
+
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        read = tensors.get("read")
+        if set(tensors) != {"read"} or read is None or read.dtype != np.float32:
+            raise InvalidRequestError(f"no state of the fake backend: {describe(tensors)}; expected float32 'read'")
+        if read.ndim != 2 or read.shape[1] != HIDDEN_SIZE or not 0 < len(read) <= self.capabilities.context_tokens:
+            raise InvalidRequestError(
+                f"no state of the fake backend: {describe(tensors)}; expected (n, {HIDDEN_SIZE}) with n from 1 to "
+                f"{self.capabilities.context_tokens}"
+            )
+        return self._add([row.tobytes() for row in read])
 
     def state_bytes(self) -> int:
         return sum(map(self.sequence_bytes, self._sequences))

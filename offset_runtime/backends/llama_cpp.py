@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp
 
+from offset_runtime.backends import llama_state
 from offset_runtime.backends.base import Capabilities, Chunk, SequenceId, check_chunks
 from offset_runtime.backends.embedding_rule import EmbeddingRule, add_rows, find_rule
 from offset_runtime.backends.embedding_table import EmbeddingTable
@@ -78,6 +79,7 @@ class LlamaCppBackend:
         model = load_model(self.path, self.options)
         self._model = Lease(model)
         self._context: Any = None
+        self._state_key: str | None = None
         try:
             check_kind(self.path, model)
             self._context = make_context(self.path, model, self.options)
@@ -115,6 +117,7 @@ class LlamaCppBackend:
             max_sequences=len(self._free_slots),
             # What left a window is gone, and a shorter sequence would miss it.
             truncate=not (recurrent or windowed),
+            save_state=True,
         )
         # On a thread that ends: OpenMP keeps workers for every thread that ever computed, and those of two such
         # threads are more than there are cores, which makes each decode step of the engine's up to 1.7 times slower.
@@ -201,6 +204,28 @@ class LlamaCppBackend:
         if state is not None and self._context is not None:
             llama_cpp.llama_memory_seq_rm(self._memory, state.slot, -1, -1)
             self._free_slots.append(state.slot)
+
+    def state_key(self) -> str:
+        if self._state_key is None:
+            self._state_key = llama_state.state_key(self.path, self.options)
+        return self._state_key
+
+    def export_state(self, sequence: SequenceId) -> dict[str, npt.NDArray[Any]]:
+        """See `llama_state.exported`. Raises `GenerationError` too, where llama.cpp fails."""
+        state = self._get(sequence)
+        if state.length == 0:
+            raise InvalidRequestError("an empty sequence has no state to export")
+        return llama_state.exported(self.context, state.slot)
+
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        sequence = self.allocate()
+        state, limit = self._get(sequence), self._capabilities.context_tokens
+        try:
+            state.length = llama_state.imported(self.context, state.slot, tensors, limit)
+        except BaseException:
+            self.free(sequence)
+            raise
+        return sequence
 
     def state_bytes(self) -> int:
         _ = self.context

@@ -28,6 +28,10 @@ class KeyValues(Protocol):
         """Append (H_kv, n, d_head) new keys and values; return all, (H_kv, length + n, d_head)."""
 
 
+# By layer, of "keys" and "values": heads, head size and dtype.
+KVForm = dict[int, dict[str, tuple[int, int, torch.dtype]]]
+
+
 class KVState:
     """The KV state of one sequence, in buffers that grow by doubling.
 
@@ -39,6 +43,24 @@ class KVState:
         self.length = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, length: int, keys: dict[int, Tensor], values: dict[int, Tensor]) -> KVState:
+        """Return the state of `length` tokens that keeps `keys` and `values` of each layer, (H_kv, length, d_head)."""
+        state = cls()
+        state.length, state._keys, state._values = length, keys, values
+        return state
+
+    @property
+    def form(self) -> KVForm:
+        """The sizes of a token's keys and values, by layer."""
+        return {
+            layer: {
+                kind: (tensor.shape[0], tensor.shape[2], tensor.dtype)
+                for kind, tensor in (("keys", self._keys[layer]), ("values", self._values[layer]))
+            }
+            for layer in self.layers()
+        }
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + keys.shape[1]

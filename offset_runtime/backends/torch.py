@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from offset_runtime.backends import packed
+from offset_runtime.backends import packed, torch_state
 from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, check_chunks
 from offset_runtime.backends.executors import Executor, Feed, PackedExecutor, RecurrentExecutor
 from offset_runtime.errors import (
@@ -112,6 +112,7 @@ class TorchBackend:
             truncate=executor.truncate,
             split_prefill=executor.split_prefill,
             mixed_batch=executor.mixed_batch,
+            save_state=executor.kv_form is not None,
         )
 
     @classmethod
@@ -204,6 +205,19 @@ class TorchBackend:
     def free(self, sequence: SequenceId) -> None:
         self._states.pop(sequence, None)
 
+    def state_key(self) -> str:
+        self._kv_form()
+        return torch_state.state_key(self.model)
+
+    def export_state(self, sequence: SequenceId) -> dict[str, npt.NDArray[Any]]:
+        """See `torch_state.exported`."""
+        self._kv_form()
+        return torch_state.exported(self.state(sequence))
+
+    def import_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        form, limit = self._kv_form(), self._capabilities.context_tokens
+        return self._add(torch_state.imported(tensors, form, self.model.device, limit))
+
     def state_bytes(self) -> int:
         return sum(map(self.sequence_bytes, self._states))
 
@@ -249,6 +263,12 @@ class TorchBackend:
             return self._states[sequence]
         except KeyError:
             raise InvalidRequestError(f"sequence {sequence} is not open") from None
+
+    def _kv_form(self) -> packed.KVForm:
+        form = self.executor.kv_form
+        if form is None:
+            raise InvalidRequestError("this model keeps recurrent state, which cannot be saved or restored here")
+        return form
 
     def _open(self) -> _Loaded:
         if self._loaded is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,10 @@ class Trial:
 
     def fork(self, sequence: SequenceId) -> SequenceId:
         self.opened.append(self.backend.fork(sequence))
+        return self.opened[-1]
+
+    def restore(self, tensors: Mapping[str, npt.NDArray[Any]]) -> SequenceId:
+        self.opened.append(self.backend.import_state(tensors))
         return self.opened[-1]
 
     def close(self) -> None:
