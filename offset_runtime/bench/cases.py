@@ -9,6 +9,7 @@ from offset_runtime.bench.case import REAL_BACKENDS, Case
 from offset_runtime.bench.domain_costs import measure_decode_step, measure_eight_domains, measure_prefill
 from offset_runtime.bench.history import shared_history
 from offset_runtime.bench.processes import measure_cold_llama, measure_cold_transformers, measure_memory
+from offset_runtime.bench.restoring import restore_state
 from offset_runtime.bench.switching import measure_domain_switch
 from offset_runtime.bench.turns import second_turn, second_turn_other_domains
 from offset_runtime.bench.workflow import workflow
@@ -62,6 +63,7 @@ CASES = (
         on_model=second_turn_other_domains,
     ),
     Case("shared_history", "4 domains over one history, turn / sequence anchors", 0.35, on_model=shared_history),
+    Case("restore_state", "state of 1,000 tokens from disk / prefill", 0.05, on_model=restore_state),
     Case("memory_100", "resident memory with 100 domains / with 1", 1.01, in_processes=measure_memory),
     Case(
         "workflow",

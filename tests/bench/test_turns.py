@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from offset_runtime import EngineSettings, ModelSpec, OffsetRuntime
 from offset_runtime.backends.base import Backend
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.torch import TorchBackend
-from offset_runtime.bench import history, turns
+from offset_runtime.bench import history, restoring, turns
 from offset_runtime.bench.case import Case, LeftOutError, Setting
 from offset_runtime.bench.cases import select
 from offset_runtime.bench.history import HistorySizes, measure_shared_history
 from offset_runtime.bench.pairs import MeasurementError, Ratio
+from offset_runtime.bench.restoring import measure_restore_state
 from offset_runtime.bench.turns import Dialogue, TurnSizes, measure_other_domains, measure_second_turn
 
 TURNS = TurnSizes(cached_tokens=40, new_tokens=12, reply_tokens=4, other_domains=2)
@@ -25,6 +28,7 @@ MEASURES: dict[str, Callable[[Case, Setting, OffsetRuntime], Ratio]] = {
     "second_turn": lambda *given: measure_second_turn(TURNS, *given),
     "second_turn_other_domains": lambda *given: measure_other_domains(TURNS, *given),
     "shared_history": lambda *given: measure_shared_history(HISTORY, *given),
+    "restore_state": lambda *given: measure_restore_state(52, *given),
 }
 NO_CACHE = EngineSettings(cache_bytes=0)
 
@@ -126,6 +130,32 @@ def test_more_prefilled_tokens_than_the_history_and_the_turns_are_a_breach(monke
     assert found.breach == "150 tokens were prefilled with turn anchors; expected at most 70"
     assert found.as_json()["breach"] == found.breach
     assert found.as_json()["a_prefilled_tokens"] == 150
+
+
+def test_restored_state_is_compared_with_reading_the_prompt_again_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    backend = Recording()
+    found = measured("restore_state", backend)
+    # To save it once; then side B of the warm-up and of the round. Side A reads one more token behind the state.
+    assert backend.read == [(52, ("bench-0",))] * 3
+    assert found.as_json()["file_bytes"] > backend.identity.hidden_size * 4 * 52
+    assert list(tmp_path.iterdir()) == []
+    assert backend.open_sequences == 0
+
+
+def test_state_that_is_not_found_again_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "CACHE", NO_CACHE)
+    with pytest.raises(MeasurementError, match="0 tokens of restored state were found again; expected 52"):
+        measured("restore_state", FakeBackend())
+
+
+def test_state_that_cannot_be_saved_is_not_measured() -> None:
+    backend = FakeBackend()
+    backend.capabilities = replace(backend.capabilities, save_state=False)
+    with pytest.raises(LeftOutError, match="needs state that can be saved"):
+        measured("restore_state", backend)
 
 
 @pytest.mark.parametrize("name", MEASURES)
