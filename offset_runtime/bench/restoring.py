@@ -33,13 +33,17 @@ RESTORED_TOKENS = 1000
 def measure_restore_state(tokens: int, case: Case, setting: Setting, runtime: OffsetRuntime) -> Ratio:
     """Seconds until a new engine holds the state of a prompt of `tokens` tokens: saved earlier, or read again.
 
-    Saved state is dropped from the memory of the operating system before each time, where that can be asked for.
+    Saved state is dropped from the memory of the operating system before each time, where that can be asked for. Who
+    the model is, for which a backend may have to read all of its file, is found out once a process: the detail `key_s`.
     """
     backend = runtime.backend
     if not backend.capabilities.save_state:
         raise LeftOutError("needs state that can be saved; that of this model cannot")
     check_cache(backend, 1)
     check_room(backend, tokens + 2, sequences=2)
+    began = time.perf_counter()
+    backend.state_key()
+    key_s = time.perf_counter() - began
     asked = request(prompt(backend.tokenizer, tokens), random_offset(backend.identity), output_tokens=1)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place)
@@ -55,7 +59,8 @@ def measure_restore_state(tokens: int, case: Case, setting: Setting, runtime: Of
             progress=setting.progress,
         )
         file_bytes = sum(file.stat().st_size for file in path.iterdir())
-    return replace(ratio, details={"file_bytes": file_bytes}, note=f"a file of {file_bytes / 1e6:.1f} MB")
+    note = f"a file of {file_bytes / 1e6:.1f} MB; once a process, {key_s:.3f} s to tell which model it is"
+    return replace(ratio, details={"file_bytes": file_bytes, "key_s": key_s}, note=note)
 
 
 def restore_s(backend: Backend, path: Path, asked: Request) -> float:

@@ -141,6 +141,7 @@ def test_restored_state_is_compared_with_reading_the_prompt_again_and_leaves_not
     # To save it once; then side B of the warm-up and of the round. Side A reads one more token behind the state.
     assert backend.read == [(52, ("bench-0",))] * 3
     assert found.as_json()["file_bytes"] > backend.identity.hidden_size * 4 * 52
+    assert found.as_json()["key_s"] > 0
     assert list(tmp_path.iterdir()) == []
     assert backend.open_sequences == 0
 

@@ -90,6 +90,19 @@ def test_transformers_generates_the_same_number_of_tokens_with_adapters_and_with
     assert (figures["domain_bytes"] > 0) == bool(rank)
 
 
+def test_no_reply_of_transformers_ends_with_an_end_token(
+    tmp_path: Path, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any], one_thread: None
+) -> None:
+    model = make_model("llama")
+    # All logits are equal, so it would choose token 0, its end token.
+    model.lm_head.weight.data.zero_()
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == 0
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    figures = child.workflow_transformers(source=str(tmp_path), device="cpu", dtype=None, **WORK)
+    assert figures["output_tokens"] == 24
+
+
 def test_agents_have_their_own_instructions_and_the_transcript_grows_by_all_replies() -> None:
     work = Workflow(list(range(100, 200)), asdict(SIZES))
     asked: list[tuple[int, list[int]]] = []
