@@ -113,6 +113,9 @@ class StateFolder:
         try:
             data = _read_whole(entry.path, entry.file_bytes)
             tensors = load_safetensors(data)
+        except FileNotFoundError:
+            _log.info("saved state %s is gone; another process made room", entry.path)
+            return None
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             self._warn(entry.path, error)
             return None

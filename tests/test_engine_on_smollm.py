@@ -13,6 +13,8 @@ import pytest
 from offset_runtime import EngineSettings, ModelSpec, OffsetRuntime, OffsetStore, Request, SamplingParams
 from offset_runtime.backends.base import Backend, Chunk
 from offset_runtime.backends.conformance import NEAR_TIE
+from offset_runtime.backends.llama_cpp import LlamaCppBackend
+from offset_runtime.backends.torch import TorchBackend
 from offset_runtime.errors import RequestCancelledError
 from offset_runtime.stream import Stream
 
@@ -148,3 +150,29 @@ def test_agents_that_read_one_transcript_write_what_they_write_without_a_cache(
     # All but the author's own last positions and the newest turn was read once.
     assert cached > 0.6 * sum(len(request.prompt_ids) for _ in range(4))
     assert smollm.state_bytes() == 0
+
+
+def test_a_prompt_restored_in_a_new_backend_goes_on_as_a_cold_one(
+    smollm: Backend, runtime: OffsetRuntime, requests: list[Request], tmp_path: Path
+) -> None:
+    with_cache = OffsetRuntime(smollm)
+    found = [with_cache.run(request) for request in requests[:2]]
+    assert with_cache.save_state(tmp_path) == 2
+    with_cache.engine.close()
+    # Another one on the same weights, as another process would make it.
+    other: Backend
+    if isinstance(smollm, TorchBackend):
+        other = TorchBackend(smollm.model, smollm.tokenizer._tokenizer)
+    else:
+        assert isinstance(smollm, LlamaCppBackend)
+        other = LlamaCppBackend(smollm.path, smollm.options)
+    restored = OffsetRuntime(other)
+    assert restored.restore_state(tmp_path) == 2
+    for request, cold in zip(requests, found, strict=False):
+        reply = restored.run(request)
+        assert reply.usage.cached_tokens == len(request.prompt_ids) - 1
+        assert parted(smollm, request, reply.token_ids, cold.token_ids) is None
+    restored.engine.close()
+    if other.name == "llama_cpp":
+        # Torch's shares its model with `smollm`.
+        other.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -223,3 +225,83 @@ def test_a_second_input_in_one_thread_is_said_to_continue_it(
     assert [result.exit_code for result in (first, second, other)] == [0, 0, 0]
     assert "continuing thread 'default', which holds 3 messages" in second.stderr
     assert "continuing" not in first.stderr + other.stderr
+
+
+def test_what_a_run_has_read_is_kept_for_the_next(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    workflow, folder = write_workflow(GOOD), tmp_path / "kv"
+    lines, replies = [], []
+    for _ in range(2):
+        # As in another process: the model is loaded anew.
+        commands.shared_runtimes.close()
+        result = invoke("run", workflow, "hello", "--kv-dir", folder)
+        assert result.exit_code == 0, result.output
+        lines.append(result.stdout.splitlines()[-1])
+        replies.append([line for line in result.stdout.splitlines() if " | " in line and "tokens/s" not in line])
+    assert lines[0].startswith(f"saved state in {folder}: 0 entries restored (0.0 MB read), 2 kept (")
+    assert lines[1].startswith(f"saved state in {folder}: 2 entries restored (")
+    assert lines[1].endswith("2 kept (0.0 MB written)")
+    assert replies[0] == replies[1]
+    assert len(list(folder.iterdir())) == 2
+    as_json = invoke("run", workflow, "hello", "--kv-dir", folder, "--json")
+    assert [json.loads(line)["event"] for line in as_json.stdout.splitlines()]
+
+
+def test_damaged_state_is_warned_of_and_the_run_goes_on(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow, folder = write_workflow(GOOD), tmp_path / "kv"
+    commands.shared_runtimes.close()
+    invoke("run", workflow, "hello", "--kv-dir", folder)
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    commands.shared_runtimes.close()
+    result = invoke("run", workflow, "hello", "--kv-dir", folder)
+    assert result.exit_code == 0, result.output
+    assert "0 entries restored (0.0 MB read), 2 kept (" in result.stdout
+    assert caplog.text.count("is not used: ") == 2
+
+
+def test_a_folder_for_state_that_is_none_stops_run_before_the_model_is_loaded(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workflow, plain = write_workflow(GOOD), tmp_path / "plain"
+    plain.write_text("text")
+    monkeypatch.setattr(commands, "_load", lambda _: pytest.fail("the model was loaded"))
+    for folder in (plain, plain / "kv"):
+        result = invoke("run", workflow, "hello", "--kv-dir", folder)
+        assert result.exit_code == 2
+        assert f"cannot keep state in {folder}: " in result.stderr
+        assert "Traceback" not in result.stderr
+    assert invoke("run", workflow, "hello", "--kv-dir", tmp_path, "--kv-max-mb", "0").exit_code == 2
+
+
+def test_an_interrupted_run_keeps_what_was_read(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(events: Iterable[object], **_: object) -> None:
+        for event in events:
+            if isinstance(event, AgentFinished):
+                raise KeyboardInterrupt
+
+    commands.shared_runtimes.close()
+    workflow, folder = write_workflow(GOOD), tmp_path / "kv"
+    monkeypatch.setattr(commands, "show_events", interrupted)
+    assert invoke("run", workflow, "hello", "--kv-dir", folder).exit_code == 130
+    assert list(folder.iterdir())
+
+
+def test_a_run_that_cannot_save_its_state_says_so(
+    write_workflow: Write, invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("offset_runtime.state_folder.write_atomically", full)
+    commands.shared_runtimes.close()
+    result = invoke("run", write_workflow(GOOD), "hello", "--kv-dir", tmp_path / "kv")
+    assert result.exit_code == 2
+    assert "editor | " in result.stdout
+    assert "cannot save state in" in result.stderr
+    assert "No space left on device" in result.stderr
