@@ -7,8 +7,12 @@ from collections.abc import Iterable
 from offset_runtime.bench.batching import measure_batch, own_loop_1, own_loop_8
 from offset_runtime.bench.case import REAL_BACKENDS, Case
 from offset_runtime.bench.domain_costs import measure_decode_step, measure_eight_domains, measure_prefill
+from offset_runtime.bench.history import shared_history
 from offset_runtime.bench.processes import measure_cold_llama, measure_cold_transformers, measure_memory
+from offset_runtime.bench.restoring import restore_state
 from offset_runtime.bench.switching import measure_domain_switch
+from offset_runtime.bench.turns import second_turn, second_turn_other_domains
+from offset_runtime.bench.workflow import workflow
 from offset_runtime.errors import InvalidRequestError, nearest_hint
 
 _LLAMA_CPP = frozenset({"llama_cpp"})
@@ -51,7 +55,23 @@ CASES = (
         on_model=measure_domain_switch,
         backends=REAL_BACKENDS,
     ),
+    Case("second_turn", "first token of a 2nd turn, cached / without cache", 0.10, on_model=second_turn),
+    Case(
+        "second_turn_other_domains",
+        "first token of a 2nd turn, after other domains' turns / without them",
+        1.05,
+        on_model=second_turn_other_domains,
+    ),
+    Case("shared_history", "4 domains over one history, turn / sequence anchors", 0.35, on_model=shared_history),
+    Case("restore_state", "state of 1,000 tokens from disk / prefill", 0.05, on_model=restore_state),
     Case("memory_100", "resident memory with 100 domains / with 1", 1.01, in_processes=measure_memory),
+    Case(
+        "workflow",
+        "8 agents in 4 domains, 3 rounds: ours / a call after another",
+        0.4,
+        in_processes=workflow,
+        backends=REAL_BACKENDS,
+    ),
     Case(
         "cold_start_llama",
         "cold process to first token, ours / Llama",

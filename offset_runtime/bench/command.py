@@ -62,8 +62,10 @@ def _passes(report: BenchReport) -> bool:
     """Say what is wrong with `report` on standard error, and return whether nothing is."""
     for ratio in report.missed:
         print_error(f"{ratio.name} is {ratio.value:.3g}; its goal is {ratio.goal}", kind="missed")
+    for ratio in report.breached:
+        print_error(f"{ratio.name}: {ratio.breach}", kind="failed")
     for item in report.failed:
         print_error(f"{item.name}: {item.reason}", kind="failed")
     if not report.ratios:
         print_error("nothing was measured, so no goal was checked; the reasons are in the report", kind="failed")
-    return bool(report.ratios) and not report.missed and not report.failed
+    return bool(report.ratios) and not (report.missed or report.breached or report.failed)

@@ -47,6 +47,7 @@ class Ratio:
     `goal`: the most that `value` may be, or the least where `higher_is_better`; None: none is set. `a_a`: the
     median ratio of side A to itself. `pairs`: rounds measured. `a`, `b`: each side's own median, in `unit`.
     `details`: further figures, units in their names. `note`: what a reader must know of how it was measured.
+    `breach`: what must hold whatever the times are and did not, in words; empty where nothing of the kind.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Ratio:
     b: float
     details: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    breach: str = ""
 
     @property
     def noise(self) -> bool:
@@ -103,6 +105,7 @@ class Ratio:
             "rounds": list(self.rounds),
             **self.details,
             **({"note": self.note} if self.note else {}),
+            **({"breach": self.breach} if self.breach else {}),
         }
 
 

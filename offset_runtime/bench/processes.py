@@ -37,7 +37,7 @@ def measure_memory(case: Case, setting: Setting) -> Ratio:
     """Resident bytes of a process that ran 100 requests, in 100 domains and in one."""
 
     def resident(domains: int) -> float:
-        given = {"spec": _plain(setting.spec), "domains": domains, "requests": DOMAINS}
+        given = {"spec": plain_spec(setting.spec), "domains": domains, "requests": DOMAINS}
         return run_child("memory", given).figures["rss_bytes"]
 
     pairs = min(setting.pairs, MEMORY_PAIRS)
@@ -56,10 +56,10 @@ def measure_memory(case: Case, setting: Setting) -> Ratio:
 
 def measure_cold_llama(case: Case, setting: Setting) -> Ratio:
     """Seconds from the start of a process to the first token, beside llama-cpp-python's `Llama`."""
-    path = _gguf(setting.spec)
+    path = gguf_path(setting.spec)
     if importlib.util.find_spec("llama_cpp") is None:
         raise LeftOutError("needs the package llama-cpp-python; run: pip install 'offset-runtime[llama-cpp]'")
-    given = {"path": str(path), "text": SENTENCE, "options": _llama_options(setting)}
+    given = {"path": str(path), "text": SENTENCE, "options": llama_options(setting)}
     return _measure_cold(case, setting, "llama", given, LLAMA_PAIRS)
 
 
@@ -156,7 +156,7 @@ class _Side:
 
 
 def _measure_cold(case: Case, setting: Setting, other: str, given: Mapping[str, Any], most_pairs: int) -> Ratio:
-    a = _Side("ours", {"spec": _plain(setting.spec), "text": SENTENCE})
+    a = _Side("ours", {"spec": plain_spec(setting.spec), "text": SENTENCE})
     b = _Side(other, given)
     pairs = min(setting.pairs, most_pairs)
     ratio = measure(case.name, a, b, goal=case.goal, pairs=pairs, progress=setting.progress)
@@ -169,18 +169,20 @@ def _measure_cold(case: Case, setting: Setting, other: str, given: Mapping[str, 
     return replace(ratio, details={"a_load_s": load_a, "b_load_s": load_b}, note=note)
 
 
-def _plain(spec: ModelSpec) -> dict[str, Any]:
+def plain_spec(spec: ModelSpec) -> dict[str, Any]:
+    """The specification as a child reads it."""
     return spec.model_dump(mode="json")
 
 
-def _gguf(spec: ModelSpec) -> Path:
+def gguf_path(spec: ModelSpec) -> Path:
+    """The model's .gguf file. Raises `LeftOutError` where it is none."""
     source = locate(spec.base)
     if not (isinstance(source, Path) and source.is_file()):
         raise LeftOutError(f"`Llama` runs .gguf files, and model {spec.base!r} is none")
     return source
 
 
-def _llama_options(setting: Setting) -> dict[str, Any]:
+def llama_options(setting: Setting) -> dict[str, Any]:
     """What sizes and places the model, as the `llama_cpp` backend has it; `Llama` spells the options as we do."""
     from offset_runtime.backends.llama_model import DEFAULT_N_CTX, default_threads
 

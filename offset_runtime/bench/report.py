@@ -28,6 +28,8 @@ def tables(report: BenchReport) -> Group:
     what = {case.name: case.what for case in report.cases}
     for ratio in report.ratios:
         parts.append(_line(ratio.name, "; ".join(filter(None, [what[ratio.name], _sides(ratio), ratio.note]))))
+        if ratio.breach:
+            parts.append(_line(ratio.name, f"failed: {ratio.breach}", "red"))
     if any(ratio.noise for ratio in report.ratios):
         parts.append(Text(_NOISE, style="yellow"))
     if any(_undecided(ratio) and not ratio.noise for ratio in report.ratios):
@@ -45,7 +47,7 @@ def _line(name: str, text: str, style: str = "dim") -> Text:
 def _ratio_table(report: BenchReport) -> Table:
     # Without vertical lines it fits a terminal of 80 columns, as the tables of an evaluation do.
     title = f"{report.model} on {report.backend}: medians of A / B in paired rounds"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("name", style="bold", overflow="fold")
     for heading in ("value", "95 %", "goal", "verdict", "A / A", "pairs"):
         narrow = _NARROW.get(heading)

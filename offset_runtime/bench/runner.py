@@ -11,7 +11,7 @@ from typing import Any
 from offset_runtime.backends.base import Backend
 from offset_runtime.bench.case import Case, LeftOutError, Setting
 from offset_runtime.bench.pairs import MeasurementError, Ratio
-from offset_runtime.engine import EngineSettings
+from offset_runtime.bench.workload import NO_CACHE
 from offset_runtime.errors import OffsetError
 from offset_runtime.models import ModelSpec
 from offset_runtime.runtime import OffsetRuntime
@@ -20,9 +20,6 @@ from offset_runtime.runtime import OffsetRuntime
 Update = Callable[[str, int, int], None]
 Watch = Callable[[], AbstractContextManager[Update]]
 Load = Callable[[ModelSpec], AbstractContextManager[Backend]]
-
-# Prompts repeat in the cases, and both sides of a ratio must read them.
-NO_CACHE = EngineSettings(cache_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,11 @@ class BenchReport:
     def missed(self) -> tuple[Ratio, ...]:
         """Ratios that surely miss their goal."""
         return tuple(ratio for ratio in self.ratios if ratio.within_goal is False and ratio.decided)
+
+    @property
+    def breached(self) -> tuple[Ratio, ...]:
+        """Ratios beside which something was found that must not be, whatever the times are."""
+        return tuple(ratio for ratio in self.ratios if ratio.breach)
 
     @property
     def failed(self) -> tuple[LeftOut, ...]:

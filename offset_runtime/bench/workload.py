@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from offset_runtime.backends.base import Backend, Tokenizer
 from offset_runtime.bench.case import LeftOutError
 from offset_runtime.engine import Engine, EngineSettings
 from offset_runtime.identity import BaseIdentity
-from offset_runtime.offset import DomainOffset
+from offset_runtime.offset import Anchor, DomainOffset
 from offset_runtime.placement import place
 from offset_runtime.request import Completion, Delta, Event, Request
 from offset_runtime.sampling import SamplingParams
@@ -27,8 +27,13 @@ GROUP = 8
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 32
 
+# Prompts repeat in most cases, and both sides of a ratio must read them.
+NO_CACHE = EngineSettings(cache_bytes=0)
+# What a case of the cache asks of it fits whatever the model: the memory alone is the limit.
+CACHE = EngineSettings(cache_bytes=2**50)
+
 SENTENCE = "The harbour lies at the mouth of the river, where the old road from the hills comes down to the sea."
-_PARAGRAPH = (
+PARAGRAPH = (
     f"{SENTENCE} In spring "
     "the boats go out before it is light and come home with the tide. On the quay there is a market every Saturday, "
     "and people walk over from the villages to buy fish, bread and news. The school stands behind the church, and "
@@ -39,12 +44,12 @@ _PARAGRAPH = (
 
 def prompt(tokenizer: Tokenizer, tokens: int, *, start: int = 0) -> tuple[int, ...]:
     """The first `tokens` token ids of a fixed English text that repeats, read from token `start` of it on."""
-    text = tokenizer.encode(_PARAGRAPH)
+    text = tokenizer.encode(PARAGRAPH)
     return tuple(text[(start + at) % len(text)] for at in range(tokens))
 
 
-def random_offset(identity: BaseIdentity, number: int = 0) -> DomainOffset:
-    """A random turn-anchored offset of `ROWS` rows, each of norm 1, about that of a trained one.
+def random_offset(identity: BaseIdentity, number: int = 0, anchor: Anchor = "turn") -> DomainOffset:
+    """A random offset of `ROWS` rows, each of norm 1, about that of a trained one.
 
     `number` seeds it and names its domain ``bench-<number>``.
     """
@@ -53,7 +58,7 @@ def random_offset(identity: BaseIdentity, number: int = 0) -> DomainOffset:
     return DomainOffset(
         domain=f"bench-{number}",
         tensor=rows.astype(np.float32),
-        anchor="turn",
+        anchor=anchor,
         prompt_format="raw",
         base=identity,
     )
@@ -83,14 +88,25 @@ def check_room(backend: Backend, tokens: int, *, sequences: int = 1) -> None:
         )
 
 
+def check_cache(backend: Backend, entries: int) -> None:
+    """Raise `LeftOutError` unless the engine can keep the state of `entries` ended requests beside running ones."""
+    found, running = backend.capabilities, CACHE.max_running
+    if not (found.fork and found.split_prefill):
+        raise LeftOutError("needs a prefix cache; the state of this model cannot be kept for other requests")
+    if found.max_sequences is not None and found.max_sequences < running + entries:
+        raise LeftOutError(
+            f"needs room for {entries} cached sequences beside {running} running ones; this model is loaded for "
+            f"{found.max_sequences} in all"
+        )
+
+
 @contextmanager
-def endless_engine(backend: Backend, settings: EngineSettings | None = None) -> Iterator[Engine]:
+def endless_engine(backend: Backend, settings: EngineSettings = NO_CACHE) -> Iterator[Engine]:
     """An engine in which no reply ends before its most tokens, so that both sides of a ratio do equal work.
 
-    It has no prefix cache: a prompt that repeats is read again.
+    Unless `settings` give it a prefix cache it has none: a prompt that repeats is read again.
     """
-    plain = (settings or EngineSettings()).model_copy(update={"cache_bytes": 0})
-    with Engine(cast(Backend, _EndlessBackend(backend)), plain) as engine:
+    with Engine(cast(Backend, _EndlessBackend(backend)), settings) as engine:
         yield engine
 
 
@@ -129,12 +145,13 @@ class _Reply:
 class Group:
     """Requests that ran together.
 
-    `seconds`: from when the engine got them, all at once, to the last one's end. `decode_tokens`, `decode_s`:
-    tokens, and time, after every request had its first one.
+    `seconds`: from their submission, all at once, to the last one's end. `first_token_s`: until every request
+    had its first token. `decode_tokens`, `decode_s`: tokens, and time, after that.
     """
 
     completions: tuple[Completion, ...]
     seconds: float
+    first_token_s: float
     decode_tokens: int
     decode_s: float
 
@@ -151,10 +168,11 @@ def run_together(engine: Engine, requests: Sequence[Request]) -> Group:
             reply.end = event
             ended.put(None)
 
-    with _held(engine, requests[0].prompt_ids[:1]):
+    # A single one needs no holding; and what holds the engine would be in the cache before it.
+    with _held(engine, requests[0].prompt_ids[:1]) if len(requests) > 1 else nullcontext():
+        began = time.perf_counter()
         for reply, wanted in zip(replies, requests, strict=True):
             engine.submit(wanted, lambda event, reply=reply: sink(reply, event))  # type: ignore[misc]
-        began = time.perf_counter()
     for _ in requests:
         ended.get()
     return _group(replies, began, time.perf_counter())
@@ -170,7 +188,7 @@ def _group(replies: Sequence[_Reply], began: float, ended: float) -> Group:
     decoding = max(reply.token_times[0] for reply in replies)
     tokens = sum(at > decoding for reply in replies for at in reply.token_times)
     decode_s = max(reply.token_times[-1] for reply in replies) - decoding
-    return Group(tuple(completions), ended - began, tokens, decode_s)
+    return Group(tuple(completions), ended - began, decoding - began, tokens, decode_s)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def test_a_users_error_ends_with_exit_code_2_and_says_what_to_do(arguments: tupl
     [
         ([replace(RATIO, value=1.5, interval=(1.4, 1.6))], "missed: prefill is 1.5; its goal is 1.02"),
         ([RATIO, LeftOut("decode_step", "the model broke", failed=True)], "failed: decode_step: the model broke"),
+        ([replace(RATIO, breach="99 tokens were prefilled")], "failed: prefill: 99 tokens were prefilled"),
         ([LeftOut("prefill", "needs a context of 256 tokens")], "failed: nothing was measured"),
     ],
 )
@@ -149,11 +150,15 @@ def test_what_failed_is_listed_as_such() -> None:
     assert "prefill: failed: the model broke" in shown(LeftOut("prefill", "the model broke", failed=True))
 
 
+def test_the_table_tells_what_must_hold_and_did_not() -> None:
+    assert "prefill: failed: 99 tokens were prefilled" in shown(replace(RATIO, breach="99 tokens were prefilled"))
+
+
 def test_all_names_fit_the_table_at_80_columns() -> None:
     small = replace(RATIO, value=4.2e-05, interval=(4.1e-05, 4.3e-05), goal=0.001, a_a=1.07)
     text = shown(*(replace(small, name=case.name) for case in CASES))
     assert "4.1e-05…4.3e-05" in text
-    assert all(f" {case.name} " in text for case in CASES)
+    assert all(f"\n{case.name} " in text for case in CASES)
 
 
 @pytest.mark.parametrize(
