@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from offset_runtime.backends.base import Backend, SequenceId
 from offset_runtime.errors import KVCacheFullError, OutOfMemoryError
-from offset_runtime.placement import Symbol
+from offset_runtime.placement import Symbol, agreement
 from offset_runtime.request import Reuse
 
 _log = logging.getLogger(__name__)
@@ -158,15 +158,21 @@ class PrefixCache:
         if reuse.upcoming:
             self._outlooks[reuse.session] = _Outlook(self._clock, dict(reuse.upcoming))
 
+    def known(self, symbols: Sequence[Symbol]) -> int:
+        """How many of `symbols`, from the first on, `take` would find; nothing counts as used."""
+        node, matched = self._match(symbols)
+        entry = self._covering(node, matched)
+        return 0 if entry is None else min(matched, entry.depth)
+
     def put_copy(self, symbols: Sequence[Symbol], sequence: SequenceId, reuse: Reuse | None = None) -> None:
-        """Keep a copy of a sequence that holds `symbols` and stays the caller's; do without where there is no room."""
+        """Keep a copy of a sequence that begins with `symbols` and stays the caller's, where there is room for one."""
         if not self.keeps_any or self._touch_known(symbols, reuse):
             return
         if len(self._entries) >= self._entry_limit:
             self._evict()
         try:
             if self._backend.sequence_bytes(sequence) <= self._max_bytes:
-                self.put(symbols, self._backend.fork(sequence), reuse)
+                self.put(symbols, self._backend.fork(sequence, len(symbols)), reuse)
         except _NO_ROOM as error:
             _log.debug("no copy of a running sequence is kept: %s", error)
         except Exception:
@@ -265,7 +271,7 @@ class PrefixCache:
             child = node.children.get(symbols[at])
             if child is None:
                 return node, at
-            agreed = _agreement(child.edge, symbols, at)
+            agreed = agreement(child.edge, symbols, at)
             at += agreed
             node = child
             if agreed < len(child.edge):
@@ -296,7 +302,7 @@ class PrefixCache:
                 node.children[symbols[at]] = leaf
                 self._tokens += len(leaf.edge)
                 return leaf
-            agreed = _agreement(child.edge, symbols, at)
+            agreed = agreement(child.edge, symbols, at)
             node = child if agreed == len(child.edge) else self._split(child, agreed)
             at += agreed
         return node
@@ -379,12 +385,3 @@ class PrefixCache:
 def _sign(entry: _Node, reuse: Reuse | None) -> None:
     if reuse is not None:
         entry.session, entry.reader = reuse.session, reuse.reader
-
-
-def _agreement(edge: Sequence[Symbol], symbols: Sequence[Symbol], start: int) -> int:
-    """How many symbols of `edge` agree with those of `symbols` from `start` on."""
-    limit = min(len(edge), len(symbols) - start)
-    for at in range(limit):
-        if edge[at] != symbols[start + at]:
-            return at
-    return limit

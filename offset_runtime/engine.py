@@ -29,12 +29,15 @@ from offset_runtime.errors import (
 )
 from offset_runtime.job import Job
 from offset_runtime.persistence import restore_entries, save_entries
-from offset_runtime.placement import check_placements
+from offset_runtime.placement import agreement, check_placements
 from offset_runtime.request import CacheUse, Completion, Delta, Event, Request, Sink
 from offset_runtime.scheduler import Scheduler
 from offset_runtime.state_folder import StateFolder
 
 _log = logging.getLogger(__name__)
+
+# Fewer tokens than this are read sooner than another request's state is waited for and copied.
+_WORTH_SHARING = 16
 
 T = TypeVar("T")
 
@@ -218,7 +221,8 @@ class Engine:
             while self._collect():
                 self._answer_calls()
                 self._sweep()
-                for job in self._scheduler.admit():
+                followers = [job for job in self._scheduler.running if not job.ready]
+                for job in [*followers, *self._scheduler.admit()]:
                     self._start(job)
                 work = [(job, min(tokens, job.chunk_limit)) for job, tokens in self._scheduler.plan()]
                 if work:
@@ -284,6 +288,9 @@ class Engine:
                 )
 
     def _start(self, job: Job) -> None:
+        """Open the sequence of a job that is admitted, unless it had better wait for what another one reads."""
+        if self._is_to_wait(job):
+            return
         job.evictions_before = self._cache_figures.evictions
         if job.request.reuse is not None:
             self._cache.expect(job.request.reuse)
@@ -301,6 +308,34 @@ class Engine:
         self._cache_figures = self._cache.figures
         with self._wake:
             self._waiting -= 1
+
+    def _is_to_wait(self, job: Job) -> bool:
+        """Whether a running request is still reading what `job` begins with; once it has, the cache gets a copy."""
+        if job.follows is None or job.follows[0] not in self._scheduler.running:
+            job.follows = self._reader_ahead(job)
+        if job.follows is None:
+            return False
+        reader, shared = job.follows
+        if not reader.has_read(shared):
+            return True
+        if reader.sequence is not None:
+            self._cache.put_copy(reader.prompt_symbols[:shared], reader.sequence, reader.request.reuse)
+        return False
+
+    def _reader_ahead(self, job: Job) -> tuple[Job, int] | None:
+        """The running request that shares most with `job`, and how many tokens; None where the cache has about it all.
+
+        Of several requests that begin alike, one therefore reads, and the others go on from its state.
+        """
+        if not self._cache.keeps_any:
+            return None
+        most = job.prompt_symbols[: job.reusable_tokens]
+        readers = [other for other in self._scheduler.running if other.ready]
+        shared = [reader.shareable(agreement(reader.prompt_symbols, most)) for reader in readers]
+        best = max(shared, default=0)
+        if best < self._cache.known(most) + _WORTH_SHARING:
+            return None
+        return readers[shared.index(best)], best
 
     def _step(self, work: Sequence[tuple[Job, int]]) -> None:
         chunks = [job.chunk(tokens) for job, tokens in work]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ class Job:
         self.sequence: SequenceId | None = None
         self.output_ids: list[int] = []
         self.cached_tokens = 0
+        # Another request that reads what this one begins with, and how many tokens of it.
+        self.follows: tuple[Job, int] | None = None
         self.evictions_before = 0
         self._fed = 0
         self._borders: frozenset[int] = frozenset()
@@ -52,7 +55,7 @@ class Job:
         self.cached_tokens = self._fed = cached_tokens
         self.started = time.monotonic()
 
-    @property
+    @cached_property
     def prompt_symbols(self) -> list[Symbol]:
         """What the model is to read."""
         return symbols(self.request.prompt_ids, self.request.placements)
@@ -79,6 +82,14 @@ class Job:
         """Whether a snapshot of what the sequence holds now may serve others."""
         return self._fed in self._borders
 
+    def has_read(self, tokens: int) -> bool:
+        """Whether the first `tokens` tokens have been fed."""
+        return self._fed >= tokens
+
+    def shareable(self, tokens: int) -> int:
+        """Of the prompt's first `tokens` tokens, as many as another request can go on from."""
+        return max((border for border in self._borders if border <= tokens), default=0) if self._borders else tokens
+
     def _snapshot_borders(self, block_tokens: int) -> frozenset[int]:
         """Where blocks of the prompt end, where an offset begins, and where all is read that need not be again.
 
@@ -95,6 +106,10 @@ class Job:
     @property
     def reserved_tokens(self) -> int:
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    @property
+    def ready(self) -> bool:
+        return self.sequence is not None
 
     @property
     def background(self) -> bool:

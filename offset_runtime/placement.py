@@ -86,3 +86,16 @@ def symbols(token_ids: Sequence[int], placements: Sequence[Placement]) -> list[S
             position = placement.index + row
             result[position] = (token_ids[position], placement.offset.digest, row)
     return result
+
+
+def agreement(one: Sequence[Symbol], other: Sequence[Symbol], start: int = 0) -> int:
+    """How many symbols of `one` agree with those of `other` from `start` on."""
+    low, high = 0, min(len(one), len(other) - start)
+    # Comparing halves compares in C what a loop would symbol by symbol.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tuple(one[low:middle]) == tuple(other[start + low : start + middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

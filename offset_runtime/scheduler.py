@@ -20,6 +20,10 @@ class Schedulable(Protocol):
         """Most tokens of state the request can come to hold."""
 
     @property
+    def ready(self) -> bool:
+        """Whether the request can be fed now; one that is running may wait for what another one reads."""
+
+    @property
     def background(self) -> bool:
         """Whether the request may start only while nothing else waits or runs."""
 
@@ -75,10 +79,11 @@ class Scheduler(Generic[T]):
 
     def plan(self) -> list[tuple[T, int]]:
         """Return (request, tokens to feed) for the next step; each request at most once."""
-        decoding = [(item, 1) for item in self.running if item.pending_tokens == 1]
+        ready = [item for item in self.running if item.ready]
+        decoding = [(item, 1) for item in ready if item.pending_tokens == 1]
         budget = self.max_step_tokens - len(decoding)
         planned = list(decoding)
-        for item in self.running:
+        for item in ready:
             wanted = item.pending_tokens
             if wanted == 1:
                 continue

@@ -17,6 +17,7 @@ class Item:
     reply: int = 4
     fed: int = 0
     background: bool = False
+    ready: bool = True
     produced: int = 0
 
     @property

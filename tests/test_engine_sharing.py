@@ -1,0 +1,129 @@
+"""Requests that run at the same time and begin alike: one reads, and the others go on from its state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offset_runtime import Completion, DomainOffset, EngineSettings, Request, SamplingParams
+from offset_runtime.backends.base import Chunk
+from offset_runtime.backends.fake import FakeBackend
+from offset_runtime.engine import Engine
+from offset_runtime.errors import DeadlineExceededError, RequestCancelledError
+from offset_runtime.placement import place
+from offset_runtime.stream import Stream
+
+HISTORY = tuple(FakeBackend().tokenizer.encode("the harbour was closed on monday after a storm " * 4))
+
+
+class CountingBackend(FakeBackend):
+    """Counts the tokens it is fed; a pass with more than one token to a sequence waits for `open_gate`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.fed = 0
+        self.gate = threading.Event()
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
+        assert self.gate.wait(20)
+        self.fed += sum(len(chunk.token_ids) for chunk in chunks)
+        return super().forward(chunks)
+
+
+def request(turn: str, offset: DomainOffset | None = None, reply: int = 4) -> Request:
+    prompt = (*HISTORY, *turn.encode())
+    placements = () if offset is None else (place(offset, len(prompt)),)
+    return Request(prompt, placements, SamplingParams(max_tokens=reply))
+
+
+def run_at_once(requests: Sequence[Request], backend: CountingBackend, **settings: int) -> list[Completion]:
+    """All requests are in the engine before its first pass."""
+    with Engine(backend, EngineSettings(**settings)) as engine:
+        streams = [Stream(engine, request) for request in requests]
+        backend.gate.set()
+        return [stream.result() for stream in streams]
+
+
+@pytest.fixture
+def offsets(make_offset: Callable[..., DomainOffset]) -> list[DomainOffset]:
+    return [make_offset(FakeBackend().identity, f"domain{i}", positions=3, seed=i) for i in range(4)]
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("step", [8, 64, 1024])
+def test_a_history_is_read_once_for_requests_of_any_domains_that_come_together(
+    offsets: list[DomainOffset], step: int, truncate: bool
+) -> None:
+    requests = [request(f"turn of {i}: ", offsets[i % 4]) for i in range(8)]
+    expected = [run_at_once([each], CountingBackend(), cache_bytes=0)[0].text for each in requests]
+    backend = CountingBackend(truncate=truncate)
+
+    found = run_at_once(requests, backend, max_step_tokens=step)
+
+    assert [reply.text for reply in found] == expected
+    turns = sum(len(each.prompt_ids) - len(HISTORY) + 4 for each in requests)
+    if truncate:
+        assert backend.fed <= len(HISTORY) + turns
+    else:
+        # Copies are kept before each offset, which lies some tokens behind the end of the history.
+        assert backend.fed < 2 * len(HISTORY) + 2 * turns
+    assert sum(reply.usage.cached_tokens for reply in found) >= 7 * (len(HISTORY) - 16)
+
+
+def test_without_a_cache_each_reads_for_itself(offsets: list[DomainOffset]) -> None:
+    backend = CountingBackend()
+    run_at_once([request(f"turn of {i}: ", offsets[i]) for i in range(4)], backend, cache_bytes=0)
+    assert backend.fed > 4 * len(HISTORY)
+
+
+def test_one_that_comes_while_another_replies_goes_on_from_its_state() -> None:
+    backend = CountingBackend()
+    backend.gate.set()
+    with Engine(backend) as engine:
+        long = Stream(engine, request("a long story", reply=400))
+        next(iter(long))
+        late = Stream(engine, request("another")).result()
+        long.cancel()
+    assert late.usage.cached_tokens == len(HISTORY) + 1, "both turns begin with an a"
+
+
+def test_where_the_reader_is_cancelled_or_fails_another_reads_on(offsets: list[DomainOffset]) -> None:
+    backend = CountingBackend()
+    requests = [request(f"turn of {i}: ", offsets[i]) for i in range(3)]
+    expected = [run_at_once([each], CountingBackend(), cache_bytes=0)[0].text for each in requests[1:]]
+    with Engine(backend, EngineSettings(max_step_tokens=16)) as engine:
+        first, *others = [Stream(engine, each) for each in requests]
+        first.cancel()
+        backend.gate.set()
+        assert [stream.result().text for stream in others] == expected
+        with pytest.raises(RequestCancelledError):
+            first.result()
+
+
+def test_a_request_that_waits_for_another_can_be_cancelled_and_can_run_out_of_time(
+    offsets: list[DomainOffset],
+) -> None:
+    backend = CountingBackend()
+    with Engine(backend, EngineSettings(max_step_tokens=16, max_waiting=3)) as engine:
+        first = Stream(engine, request("one: ", offsets[0]))
+        second = Stream(engine, request("two: ", offsets[1]))
+        third = Stream(engine, replace(request("three: ", offsets[2]), timeout_s=0.001))
+        second.cancel()
+        backend.gate.set()
+        assert first.result().text
+        for stream in (second, third):
+            with pytest.raises((RequestCancelledError, DeadlineExceededError)):
+                stream.result()
+        # The queue has its places back.
+        assert all(s.result().text for s in [Stream(engine, request(f"{i}")) for i in range(3)])
+
+
+def test_one_sequence_at_a_time_and_no_room_for_entries_still_serves_all(offsets: list[DomainOffset]) -> None:
+    requests = [request(f"turn of {i}: ", offsets[i % 4]) for i in range(6)]
+    for sequences in (1, 2, 6):
+        backend = CountingBackend(max_sequences=sequences, kv_capacity_tokens=450)
+        assert len(run_at_once(requests, backend)) == 6
