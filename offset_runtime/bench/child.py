@@ -108,10 +108,9 @@ def workflow_together(spec: dict[str, Any], text: str, sizes: dict[str, int]) ->
 
     The transcript comes before an agent's own instructions, so that all agents share its state.
     """
-    from offset_runtime import EngineSettings, ModelSpec, Request, SamplingParams
+    from offset_runtime import EngineSettings, ModelSpec
     from offset_runtime.bench.workload import endless_engine, random_offset, request, run_together
     from offset_runtime.models import load_backend
-    from offset_runtime.stream import Stream
 
     with closing(load_backend(ModelSpec.model_validate(spec))) as backend:
         work = Workflow(backend.tokenizer.encode(text), sizes)
@@ -121,15 +120,12 @@ def workflow_together(spec: dict[str, Any], text: str, sizes: dict[str, int]) ->
             usages = []
             began = time.perf_counter()
             for _ in range(work.rounds):
-                # What is new to all of them is read once, not by each beside the others.
-                shared = Request(tuple(work.transcript), sampling=SamplingParams(max_tokens=0))
-                read = Stream(engine, shared).result()
                 asked = [
                     request([*work.transcript, *own], offsets[agent % len(offsets)], work.reply_tokens)
                     for agent, own in enumerate(work.instructions)
                 ]
                 replies = run_together(engine, asked).completions
-                usages += [completion.usage for completion in (read, *replies)]
+                usages += [completion.usage for completion in replies]
                 work.transcript += [token for completion in replies for token in completion.token_ids]
             seconds = time.perf_counter() - began
             found = {

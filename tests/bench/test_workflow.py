@@ -55,14 +55,20 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, tuple[str, ...
 # What each variant runs
 
 
-def test_ours_reads_what_is_new_to_all_once_and_then_the_instructions_of_all_in_one_batch(
+def test_ours_reads_what_is_new_to_all_once_and_then_the_instructions_of_the_others_in_one_batch(
     read: list[Any],
 ) -> None:
-    figures = child.workflow_together(spec=FAKE, **WORK)
-    batch = [(10, ("bench-0",)), (10, ("bench-1",)), (10, ("bench-0",))]
-    # A warm-up; then the transcript, and in the next round the three replies of four tokens each.
-    assert read == [[(10, ())], [(20, ())], batch, [(12, ())], batch]
-    assert (figures["output_tokens"], figures["prefilled_tokens"]) == (24, 20 + 30 + 12 + 30)
+    figures = child.workflow_together(spec=FAKE, text=TEXT, sizes={**asdict(SIZES), "reply_tokens": 6})
+    warm_up, *passes = [[tokens for tokens, _ in step] for step in read]
+    # The first agent reads what is new to all and its own instructions, then the others theirs: of the last round
+    # that is the three replies of six tokens. (The warm-up begins
+    # as the transcript does.)
+    assert warm_up == [10]
+    assert [len(step) for step in passes] == [1, 2, 1, 2]
+    assert (passes[0], passes[2]) == ([20 - 1 + 10], [18 + 10])
+    assert all(tokens <= 10 for step in (passes[1], passes[3]) for tokens in step)
+    assert figures["prefilled_tokens"] == sum(map(sum, passes))
+    assert figures["output_tokens"] == 2 * 3 * 6
     assert figures["domain_bytes"] == 2 * 8 * fake.HIDDEN_SIZE * 4
     assert figures.keys() == FIGURES | {"prefilled_tokens"}
 
