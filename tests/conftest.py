@@ -99,7 +99,8 @@ def smollm_llama() -> Iterator[LlamaCppBackend]:
     assert isinstance(source, Path)
     with tempfile.TemporaryDirectory() as folder:
         path = dequantised(source, Path(folder) / "smollm2.gguf")
-        backend = LlamaCppBackend(path, LlamaCppOptions(type_k="f32", type_v="f32"))
+        # Flash attention rounds a decode step otherwise than the same token in a prompt: by 5e-3 in a log-probability.
+        backend = LlamaCppBackend(path, LlamaCppOptions(type_k="f32", type_v="f32", flash_attn=False))
         yield backend
         backend.close()
 

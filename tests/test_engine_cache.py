@@ -113,6 +113,18 @@ def test_a_domain_registered_anew_meets_no_state_of_the_old_one() -> None:
         assert run(engine, ask(ids, old.scaled(0.5))).usage.cached_tokens == 0
 
 
+def test_a_row_of_an_offset_is_not_another_row_of_it() -> None:
+    ids, found = tuple(b"the same words"), offset(1, "turn")
+    # At position 6 lies the third row, and then the first.
+    whole, cut = (Placement(4, found, 3),), (Placement(4, found, 2), Placement(6, found, 3))
+    with Engine(FakeBackend()) as engine:
+        for placements, shared in ((whole, 0), (cut, 6)):
+            request = replace(ask(ids), placements=placements)
+            reply = run(engine, request)
+            assert reply.usage.cached_tokens == shared
+            assert reply.token_ids == cold(request).token_ids
+
+
 @pytest.mark.parametrize("first", [1, 2, 9, 15])
 def test_a_scored_prompt_reads_again_what_its_scores_need(first: int) -> None:
     ids = tuple(b"score this text!")
