@@ -21,7 +21,7 @@ from langchain_core.tools import BaseTool
 from pydantic import Field
 
 from offset_runtime.agents.connection import CALL_FIELDS, Connection
-from offset_runtime.agents.messages import template_messages
+from offset_runtime.agents.messages import template_turns
 from offset_runtime.agents.reply import logprobs_metadata, usage_metadata
 from offset_runtime.agents.submission import Call, aopen_stream, astream_chunks, open_stream, stream_chunks
 from offset_runtime.errors import InvalidRequestError, OffsetError
@@ -203,8 +203,7 @@ class ChatOffset(Connection, BaseChatModel):
 
     def _prepare(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None) -> _ChatCall:
         spoken = [i for i, message in enumerate(messages) if self.author_offsets == "keep" and _is_reply(message)]
-        turns = template_messages(messages, apart=spoken)
-        authors = {place: messages[turn.pop("source")] for place, turn in enumerate(turns) if "source" in turn}
+        turns, sources = template_turns(messages, spoken)
         offset = self.offset()
         runtime = self.load_runtime()
         request = runtime.chat_request(
@@ -213,7 +212,7 @@ class ChatOffset(Connection, BaseChatModel):
             strength=self.strength,
             sampling=self.sampling(stop),
             timeout_s=self.timeout,
-            author_offsets={place: self._written_under(message) for place, message in authors.items()},
+            turn_offsets={turn: self._written_under(messages[index]) for turn, index in sources.items()},
             reuse=self.reuse,
         )
         return _ChatCall(runtime, [request], self._provenance(offset), self.max_retries)

@@ -26,37 +26,48 @@ _UNSPOKEN_BLOCKS = frozenset(
 )
 
 
-def template_messages(messages: Sequence[BaseMessage], *, apart: Collection[int] = ()) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Lay `messages` out as chat templates take them: dicts with `role` and `content` (a string).
 
     Many templates accept one system message, at the front, and strictly alternating turns. So all
     system messages are merged into one in front, and consecutive messages of one role into one, with a
-    blank line between. A message's `name` and blocks of thought are not shown to the model. Messages
-    whose index is in `apart` are merged with none, and have that index under ``source``.
+    blank line between. A message's `name` and blocks of thought are not shown to the model.
 
     Raises `InvalidRequestError` for an empty list, for content other than text, and for messages that
     are no chat turns.
     """
+    return template_turns(messages, ())[0]
+
+
+def template_turns(
+    messages: Sequence[BaseMessage], apart: Collection[int]
+) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """As `template_messages`, with the messages `apart` (indices) merged with no other.
+
+    Returns the turns, and of those messages the index by that of their turn. Raises what `template_messages` raises.
+    """
     if not messages:
         raise InvalidRequestError("no messages were given; a chat model needs at least one, for example a user's")
     turns = [_turn(message, place) for place, message in enumerate(messages, start=1)]
-    for index in apart:
-        turns[index]["source"] = index
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     merged: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(filter(None, system))}] if system else []
-    for turn in turns:
+    sources: dict[int, int] = {}
+    for index, turn in enumerate(turns):
         if turn["role"] == "system":
             continue
-        if merged and _can_merge(merged[-1], turn):
+        if index in apart:
+            sources[len(merged)] = index
+            merged.append(turn)
+        elif merged and len(merged) - 1 not in sources and _can_merge(merged[-1], turn):
             merged[-1]["content"] = "\n\n".join(filter(None, [merged[-1]["content"], turn["content"]]))
         else:
             merged.append(turn)
-    return merged
+    return merged, sources
 
 
 def _can_merge(last: Mapping[str, Any], turn: Mapping[str, Any]) -> bool:
     # A tool's answer belongs to one call, and a call is followed by its answer.
-    return bool(last["role"] == turn["role"] != "tool") and not {"tool_calls", "source"} & {*last, *turn}
+    return bool(last["role"] == turn["role"] != "tool") and "tool_calls" not in last and "tool_calls" not in turn
 
 
 def _turn(message: BaseMessage, place: int) -> dict[str, Any]:

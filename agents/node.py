@@ -44,7 +44,8 @@ def agent_node(
     - ``shared``: all agents' replies as a user's, with the author's name, and `system_prompt` at the end, after
       ``@name:``. Agents share the state of the transcript; a new turn is read again once, by whoever comes next.
     - ``verbatim``: every turn as it was written: the instructions its author had, its reply as the assistant's, and
-      its author's offset where it lay (turn-anchored ones, with `ChatOffset`). Nothing is read twice.
+      its author's offset where it lay (turn-anchored ones, with `ChatOffset`). Nothing is read twice, where the
+      tokenizer encodes a reply as it was generated. The reply's ``additional_kwargs`` then hold the instructions.
 
     `upcoming`: in how many steps agents of the graph read next once this one has (1: the next), for the prefix cache,
     which then drops what nobody is about to read first (with a `ChatOffset` that is not wrapped in anything).

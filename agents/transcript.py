@@ -25,7 +25,7 @@ USER = "START"
 History = Literal["separate", "shared", "verbatim"]
 
 # Under this key a message of a verbatim transcript holds the instructions it was written under.
-INSTRUCTIONS = "instructions"
+INSTRUCTIONS = "offset_runtime_instructions"
 
 
 @dataclass(frozen=True, slots=True)

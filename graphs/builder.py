@@ -14,7 +14,8 @@ from offset_runtime.agents import ChatOffset, agent_node
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS
 from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import raise_findings
-from offset_runtime.graphs.flow import history, upcoming
+from offset_runtime.graphs.flow import upcoming
+from offset_runtime.graphs.history import history
 from offset_runtime.graphs.loader import load_workflow
 from offset_runtime.graphs.routing import edge_router, handoff_instruction, handoff_route
 from offset_runtime.graphs.schema import END, START, Agent, Edge, Origin, Workflow

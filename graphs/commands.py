@@ -27,7 +27,7 @@ from offset_runtime.graphs.warm import warm_up
 from offset_runtime.models import chosen_backend
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.shared import shared_runtimes
-from offset_runtime.state_folder import StateFolder
+from offset_runtime.state_folder import DEFAULT_MAX_BYTES, StateFolder
 from offset_runtime.terminal import messages, output, quiet_libraries, spinner
 
 graph_app = typer.Typer(
@@ -72,7 +72,7 @@ def run(
     thread: Thread = _DEFAULT_THREAD,
     resume: Resume = False,
     kv_dir: KVDir = None,
-    kv_max_mb: KVMaxMb = 1024,
+    kv_max_mb: KVMaxMb = DEFAULT_MAX_BYTES // 10**6,
 ) -> None:
     """Run a workflow on INPUT, showing each agent's reply as it is written.
 

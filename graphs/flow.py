@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from offset_runtime.agents.transcript import History
 from offset_runtime.graphs.schema import END, REPLY_CONTAINS, START, Workflow
 
 # For each node what follows it: of every set one target is chosen. A plain edge is a set of one.
@@ -27,21 +26,6 @@ def choices(workflow: Workflow) -> dict[str, list[frozenset[str]]]:
         if agent.handoffs:
             found.setdefault(name, []).append(frozenset({*_known(agent.handoffs, workflow), END}))
     return found
-
-
-def history(workflow: Workflow) -> History:
-    """How agents are shown the messages: as the workflow says, else by its pattern.
-
-    Where several agents read all messages and take turns in another way than one after the other, once (handoffs,
-    choices, branches that run in parallel, cycles), they share the transcript's state.
-    """
-    if workflow.history is not None:
-        return workflow.history
-    follows = choices(workflow)
-    readers = [name for name, agent in workflow.agents.items() if agent.reads is None]
-    chain = all(len(ends) == 1 and len(ends[0]) == 1 for ends in follows.values())
-    cycle = any(name in reachable(name, follows) for name in workflow.agents)
-    return "shared" if len(readers) > 1 and (cycle or not chain) else "separate"
 
 
 def upcoming(workflow: Workflow, node: str) -> dict[str, int]:

@@ -185,7 +185,7 @@ class Workflow(_Section):
 
     `domains`: offset files by domain name. `store`: a folder of offsets, for domains that `domains`
     does not name. In a file both are relative to the file. `history`: how agents are shown the messages, as in
-    `agent_node`; None leaves it to the workflow's pattern (`flow.history`).
+    `agent_node`; None leaves it to the workflow's pattern (`graphs.history`).
     """
 
     version: Literal[1]

@@ -6,7 +6,8 @@ import logging
 
 from offset_runtime.errors import OffsetError
 from offset_runtime.graphs.builder import chat_model, instructions
-from offset_runtime.graphs.flow import history, upcoming
+from offset_runtime.graphs.flow import upcoming
+from offset_runtime.graphs.history import history
 from offset_runtime.graphs.schema import START, Workflow
 from offset_runtime.request import Reuse
 from offset_runtime.runtime import OffsetRuntime
@@ -15,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def warm_up(workflow: Workflow, runtime: OffsetRuntime, *, thread: str = "") -> int:
-    """Have the system prompts of `workflow`'s agents read while the engine has nothing else to do.
+    """Have the system prompts of `workflow`'s agents read, each once the engine has nothing else to do.
 
     Returns at once, with the number of tokens. Agents of a shared or verbatim history begin with the transcript, so
     there is nothing to read ahead. `thread`: the id of the thread that is to run.
@@ -29,9 +30,10 @@ def warm_up(workflow: Workflow, runtime: OffsetRuntime, *, thread: str = "") -> 
 
 def _warm(runtime: OffsetRuntime, workflow: Workflow, name: str, reuse: Reuse) -> int:
     agent = workflow.agents[name]
-    if not agent.system_prompt:
+    told = instructions(workflow, agent)
+    if not told:
         return 0
-    system = [{"role": "system", "content": instructions(workflow, agent)}]
+    system = [{"role": "system", "content": told}]
     try:
         offset = chat_model(workflow, agent, runtime).offset()
         return runtime.warm(system, domain=offset, strength=agent.strength, reuse=reuse)

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # What a backend raises where sequences that are open leave too little room for what it is asked.
-_NO_ROOM = (KVCacheFullError, OutOfMemoryError, MemoryError)
+NO_ROOM = (KVCacheFullError, OutOfMemoryError, MemoryError)
 
 # For how many uses of the cache a session that asks nothing is believed to go on: its run may have been stopped.
 _SESSION_LASTS = 256
@@ -137,7 +137,7 @@ class PrefixCache:
             self._touch(entry)
             try:
                 sequence = self._copy(entry, held)
-            except _NO_ROOM:
+            except NO_ROOM:
                 self._evict()
                 continue
             except Exception:
@@ -168,12 +168,13 @@ class PrefixCache:
         """Keep a copy of a sequence that begins with `symbols` and stays the caller's, where there is room for one."""
         if not self.keeps_any or self._touch_known(symbols, reuse):
             return
-        if len(self._entries) >= self._entry_limit:
-            self._evict()
         try:
-            if self._backend.sequence_bytes(sequence) <= self._max_bytes:
-                self.put(symbols, self._backend.fork(sequence, len(symbols)), reuse)
-        except _NO_ROOM as error:
+            if self._backend.sequence_bytes(sequence) > self._max_bytes:
+                return
+            if len(self._entries) >= self._entry_limit:
+                self._evict()
+            self.put(symbols, self._backend.fork(sequence, len(symbols)), reuse)
+        except NO_ROOM as error:
             _log.debug("no copy of a running sequence is kept: %s", error)
         except Exception:
             # The request does not need it.
@@ -210,10 +211,8 @@ class PrefixCache:
 
     def fits(self, symbols: Sequence[Symbol], size_bytes: int) -> bool:
         """Whether state of `symbols` is new to the cache, and of a size that nothing need give way to."""
-        node, matched = self._match(symbols)
-        known = self._covering(node, matched) if matched == len(symbols) else None
         room = self._bytes + size_bytes <= self._max_bytes and len(self._entries) + 1 <= self._entry_limit
-        return bool(symbols) and room and (known is None or known.depth < matched)
+        return bool(symbols) and room and self._holding(symbols) is None
 
     def put_oldest(self, symbols: Sequence[Symbol], sequence: SequenceId) -> bool:
         """Keep a sequence as the one used longest ago where it `fits`, else free it; returns whether it is kept."""
@@ -241,7 +240,7 @@ class PrefixCache:
         while True:
             try:
                 return call()
-            except _NO_ROOM:
+            except NO_ROOM:
                 if not self._entries:
                     raise
             self._evict()
@@ -318,13 +317,18 @@ class PrefixCache:
 
     def _touch_known(self, symbols: Sequence[Symbol], reuse: Reuse | None) -> bool:
         """Whether an entry serves for all of `symbols`; it then counts as used, and as the reader's."""
-        node, matched = self._match(symbols)
-        known = self._covering(node, matched) if matched == len(symbols) else None
-        if known is None or known.depth < matched:
+        known = self._holding(symbols)
+        if known is None:
             return False
         self._touch(known)
         _sign(known, reuse)
         return True
+
+    def _holding(self, symbols: Sequence[Symbol]) -> _Node | None:
+        """The entry that serves for all of `symbols`."""
+        node, matched = self._match(symbols)
+        known = self._covering(node, matched) if matched == len(symbols) else None
+        return known if known is not None and known.depth >= matched else None
 
     def _touch(self, node: _Node) -> None:
         self._clock += 1

@@ -20,9 +20,7 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     list of messages, an empty conversation, an unknown role, or content that is no text or no valid
     Unicode.
     """
-    rendered = _rendered(tokenizer, messages)
-    check_text(rendered)
-    return tokenizer.encode(rendered)
+    return chat_turns(tokenizer, messages, ())[0]
 
 
 def chat_turns(
@@ -31,21 +29,22 @@ def chat_turns(
     """As `chat_prompt`, with the texts of the messages `spoken` (indices) as they stood when they were generated.
 
     Such a text is encoded apart from what is around it, and stands as it was written, whatever the template does
-    to earlier replies. Returns the token ids, and for each message of `spoken` the position of its first token; one
-    that the template leaves out has none.
+    to earlier replies: its tokens are those that were generated, where the tokenizer encodes the text so. Returns the
+    token ids, and for each message of `spoken` the position of its first token; one that the template leaves out has
+    none.
 
     Raises what `chat_prompt` raises.
     """
+    _check_messages(tokenizer, messages)
     # Not to be found in anyone's text.
     marks = {index: f"<{secrets.token_hex(16)}>" for index in spoken}
     rendered = _rendered(tokenizer, [{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)])
-    texts = {index: messages[index].get("content") for index in spoken}
-    for text in (rendered, *texts.values()):
+    for text in (rendered, *(messages[index]["content"] for index in spoken)):
         check_text(text)
     ids: list[int] = []
     positions: dict[int, int] = {}
     for index in sorted(marks, key=lambda index: rendered.find(marks[index])):
-        text, mark = str(texts[index]), marks[index]
+        text, mark = messages[index]["content"], marks[index]
         if rendered.count(mark) != 1:
             rendered = rendered.replace(mark, text)
             continue
@@ -56,7 +55,7 @@ def chat_turns(
     return ids + tokenizer.encode(rendered), positions
 
 
-def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def _check_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
     if not tokenizer.has_chat_template:
         raise PromptFormatError(
             "this model has no chat template, so chat messages cannot be laid out; "
@@ -67,6 +66,9 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
         raise InvalidRequestError("no messages; a chat needs at least one")
     for place, message in enumerate(messages, start=1):
         _check(message, place)
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     try:
         return tokenizer.render_chat(messages)
     except PromptFormatError:

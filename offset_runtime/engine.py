@@ -7,37 +7,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from offset_runtime.admission import check_request
 from offset_runtime.backends.base import Backend, SequenceId
 from offset_runtime.cache import CacheFigures, PrefixCache
+from offset_runtime.call_queue import CallQueue
 from offset_runtime.errors import (
-    ContextOverflowError,
     DeadlineExceededError,
     EngineClosedError,
     GenerationError,
-    InvalidRequestError,
     OffsetError,
     QueueFullError,
     RequestCancelledError,
 )
 from offset_runtime.job import Job
 from offset_runtime.persistence import restore_entries, save_entries
-from offset_runtime.placement import agreement, check_placements
 from offset_runtime.request import CacheUse, Completion, Delta, Event, Request, Sink
 from offset_runtime.scheduler import Scheduler
+from offset_runtime.sharing import Sharing
 from offset_runtime.state_folder import StateFolder
 
 _log = logging.getLogger(__name__)
-
-# Fewer tokens than this are read sooner than another request's state is waited for and copied.
-_WORTH_SHARING = 16
 
 T = TypeVar("T")
 
@@ -93,9 +88,10 @@ class Engine:
         self._cache = self._make_cache()
         takes_snapshots = self._cache.keeps_any and not capabilities.truncate
         self._snapshot_tokens = self.settings.snapshot_tokens if takes_snapshots else None
+        self._sharing = Sharing(self._cache)
         self._cache_figures = self._cache.figures
         self._inbox: deque[Job] = deque()
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._calls = CallQueue()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
@@ -128,7 +124,7 @@ class Engine:
         `ContextOverflowError`, `PlacementError` or `InvalidRequestError` for a request that can never
         run, `QueueFullError` when too many wait, `EngineClosedError` after `close`.
         """
-        self._check(request)
+        check_request(request, self.backend.capabilities, self.backend.identity.hidden_size)
         job = Job(request, sink, self.backend)
         with self._wake:
             self._check_open()
@@ -181,10 +177,9 @@ class Engine:
         """What `call` returns or raises, called between two steps on the thread that owns the model."""
         if threading.current_thread() is self._thread:
             return call()
-        answer: Future[T] = Future()
         with self._wake:
             self._check_open()
-            self._calls.append((call, answer))
+            answer = self._calls.add(call)
             self._wake.notify()
         return answer.result()
 
@@ -197,29 +192,23 @@ class Engine:
         return capacity - reserved - self._cache.figures.tokens
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise EngineClosedError(f"the engine's thread died: {self._failure!r}. Load the model again.")
-        if self._closing:
-            raise EngineClosedError("the engine is closed; load the model again to go on")
+        if self._failure is not None or self._closing:
+            raise self._closed_error()
 
-    def _check(self, request: Request) -> None:
-        prompt, reply = len(request.prompt_ids), request.sampling.max_tokens
-        if prompt == 0:
-            raise InvalidRequestError("the prompt is empty; it needs at least one token")
-        limits = [self.backend.capabilities.context_tokens, self.backend.capabilities.kv_capacity_tokens]
-        context = min(limit for limit in limits if limit is not None)
-        if prompt + reply > context:
-            raise ContextOverflowError(
-                f"prompt of {prompt} tokens + max_tokens of {reply} = {prompt + reply} exceeds the context of "
-                f"{context} tokens; shorten the prompt or lower max_tokens to at most {max(context - prompt, 0)}"
-            )
-        _check_values(request)
-        check_placements(request.placements, prompt, self.backend.identity.hidden_size)
+    def _closed_error(self) -> EngineClosedError:
+        if self._failure is not None:
+            return EngineClosedError(f"the engine's thread died: {self._failure!r}. Load the model again.")
+        return EngineClosedError("the engine is closed; load the model again to go on")
+
+    def _make_calls(self) -> None:
+        if self._calls:
+            self._calls.make()
+            self._cache_figures = self._cache.figures
 
     def _run(self) -> None:
         try:
             while self._collect():
-                self._answer_calls()
+                self._make_calls()
                 self._sweep()
                 followers = [job for job in self._scheduler.running if not job.ready]
                 for job in [*followers, *self._scheduler.admit()]:
@@ -235,7 +224,8 @@ class Engine:
                 self._drain_inbox()
             self._end_all(f"the engine's thread died: {error!r}. Load the model again.")
         finally:
-            self._refuse_calls()
+            with self._wake:
+                self._calls.refuse(self._closed_error)
             self._cache.clear()
             self._cache_figures = self._cache.figures
 
@@ -246,27 +236,6 @@ class Engine:
                 self._wake.wait()
             self._drain_inbox()
             return not self._closing
-
-    def _answer_calls(self) -> None:
-        # As many as there are now: a thread that calls on and on must not keep requests waiting.
-        for _ in range(len(self._calls)):
-            call, answer = self._calls.popleft()
-            try:
-                answer.set_result(call())
-            except BaseException as error:
-                answer.set_exception(error)
-            self._cache_figures = self._cache.figures
-
-    def _refuse_calls(self) -> None:
-        """Answer calls that came before the engine closed or died, and were not reached."""
-        with self._wake:
-            calls = list(self._calls)
-            self._calls.clear()
-        for _, answer in calls:
-            try:
-                self._check_open()
-            except EngineClosedError as error:
-                answer.set_exception(error)
 
     def _drain_inbox(self) -> None:
         while self._inbox:
@@ -289,7 +258,7 @@ class Engine:
 
     def _start(self, job: Job) -> None:
         """Open the sequence of a job that is admitted, unless it had better wait for what another one reads."""
-        if self._is_to_wait(job):
+        if self._sharing.must_wait(job, self._scheduler.running):
             return
         job.evictions_before = self._cache_figures.evictions
         if job.request.reuse is not None:
@@ -308,34 +277,6 @@ class Engine:
         self._cache_figures = self._cache.figures
         with self._wake:
             self._waiting -= 1
-
-    def _is_to_wait(self, job: Job) -> bool:
-        """Whether a running request is still reading what `job` begins with; once it has, the cache gets a copy."""
-        if job.follows is None or job.follows[0] not in self._scheduler.running:
-            job.follows = self._reader_ahead(job)
-        if job.follows is None:
-            return False
-        reader, shared = job.follows
-        if not reader.has_read(shared):
-            return True
-        if reader.sequence is not None:
-            self._cache.put_copy(reader.prompt_symbols[:shared], reader.sequence, reader.request.reuse)
-        return False
-
-    def _reader_ahead(self, job: Job) -> tuple[Job, int] | None:
-        """The running request that shares most with `job`, and how many tokens; None where the cache has about it all.
-
-        Of several requests that begin alike, one therefore reads, and the others go on from its state.
-        """
-        if not self._cache.keeps_any:
-            return None
-        most = job.prompt_symbols[: job.reusable_tokens]
-        readers = [other for other in self._scheduler.running if other.ready]
-        shared = [reader.shareable(agreement(reader.prompt_symbols, most)) for reader in readers]
-        best = max(shared, default=0)
-        if best < self._cache.known(most) + _WORTH_SHARING:
-            return None
-        return readers[shared.index(best)], best
 
     def _step(self, work: Sequence[tuple[Job, int]]) -> None:
         chunks = [job.chunk(tokens) for job, tokens in work]
@@ -404,28 +345,6 @@ class Engine:
         for job in self._scheduler.open:
             # One error a request: threads that raise one object at once would mix its tracebacks.
             self._end(job, EngineClosedError(why))
-
-
-def _check_values(request: Request) -> None:
-    prompt, first = request.prompt_ids, request.score_from
-    timeout_s: Any = request.timeout_s
-    foreign: list[Any] = [token for token in prompt if not isinstance(token, int | np.integer)]
-    if foreign:
-        raise InvalidRequestError(
-            f"prompt_ids hold {foreign[0]!r} of type {type(foreign[0]).__name__}; expected integers, as encode() gives"
-        )
-    if first is not None and first < 1:
-        raise InvalidRequestError("score_from must be at least 1: nothing precedes the first token")
-    if first is not None and first >= len(prompt):
-        raise InvalidRequestError(
-            f"score_from={first} leaves nothing to score in a prompt of {len(prompt)} tokens; "
-            f"expected at most {len(prompt) - 1}"
-        )
-    # Not a number is never greater, so it is refused too.
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
-        raise InvalidRequestError(
-            f"timeout_s={timeout_s!r} can never be kept; expected seconds greater than 0, or None for no limit"
-        )
 
 
 def _as_generation_error(error: Exception) -> OffsetError:

@@ -31,8 +31,6 @@ class Job:
         self.sequence: SequenceId | None = None
         self.output_ids: list[int] = []
         self.cached_tokens = 0
-        # Another request that reads what this one begins with, and how many tokens of it.
-        self.follows: tuple[Job, int] | None = None
         self.evictions_before = 0
         self._fed = 0
         self._borders: frozenset[int] = frozenset()
@@ -87,8 +85,13 @@ class Job:
         return self._fed >= tokens
 
     def shareable(self, tokens: int) -> int:
-        """Of the prompt's first `tokens` tokens, as many as another request can go on from."""
-        return max((border for border in self._borders if border <= tokens), default=0) if self._borders else tokens
+        """Of the prompt's first `tokens` tokens, as many as another request can go on from, now or later.
+
+        Where state cannot be cut back that is at the borders which are still to come.
+        """
+        if not self._borders:
+            return tokens
+        return max((border for border in self._borders if self._fed <= border <= tokens), default=0)
 
     def _snapshot_borders(self, block_tokens: int) -> frozenset[int]:
         """Where blocks of the prompt end, where an offset begins, and where all is read that need not be again.

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 import numpy.typing as npt
 
 from offset_runtime.backends.base import Backend
-from offset_runtime.cache import CacheEntry, PrefixCache
-from offset_runtime.errors import InvalidRequestError, KVCacheFullError, OffsetError, OutOfMemoryError
+from offset_runtime.cache import NO_ROOM, CacheEntry, PrefixCache
+from offset_runtime.errors import InvalidRequestError, OffsetError
 from offset_runtime.state_folder import StateEntry, StateFolder
 
 _log = logging.getLogger(__name__)
@@ -38,17 +38,17 @@ def save_entries(cache: PrefixCache, backend: Backend, folder: StateFolder, on_t
     """Write the entries of `cache` that `folder` lacks, as many of the last used as fit in it together.
 
     Requests run on meanwhile; what gives way to theirs is not saved. Returns how many of the cache's entries the
-    folder then holds. Raises what `check_can_save` and
-    `StateFolder.write` raise.
+    folder then holds. Raises `InvalidRequestError` where the backend cannot save state, and what `StateFolder.write`
+    raises.
     """
-    check_can_save(backend)
+    _check_can_save(backend)
     key, now, saved = on_thread(backend.state_key), time.time_ns(), 0
     for age, entry in enumerate(on_thread(cache.entries)):
         used_ns = now - age * _APART_NS
         if folder.touch(key, entry.symbols, used_ns):
             saved += 1
             continue
-        tensors = on_thread(partial(_exported, cache, backend, entry))
+        tensors = on_thread(partial(_export, cache, backend, entry))
         if tensors is not None:
             saved += folder.write(key, entry.symbols, tensors, used_ns)
     return saved
@@ -60,9 +60,9 @@ def restore_entries(
     """Put the states of `folder` that are of this model into `cache`, newest first, while it has room for more.
 
     Nothing in the cache gives way to them. `room_tokens` says, on the engine's thread, how many tokens the backend
-    has room for. Returns how many were taken. Raises what `check_can_save` raises.
+    has room for. Returns how many were taken. Raises `InvalidRequestError` where the backend cannot.
     """
-    check_can_save(backend)
+    _check_can_save(backend)
     key = on_thread(backend.state_key)
     restored = 0
     for entry in folder.entries(key):
@@ -71,20 +71,19 @@ def restore_entries(
             continue
         tensors = folder.read(entry)
         if tensors is not None:
-            restored += on_thread(partial(_imported, cache, backend, entry, tensors))
+            restored += on_thread(partial(_take_in, cache, backend, entry, tensors))
     return restored
 
 
-def check_can_save(backend: Backend) -> None:
-    """Raise `InvalidRequestError` where the backend declares no `save_state`."""
+def _check_can_save(backend: Backend) -> None:
     if not backend.capabilities.save_state:
         raise InvalidRequestError(
             f"the state of this model on backend {backend.name!r} cannot be saved or restored; run without saved "
-            "state (--kv-dir), or with a model that keeps no recurrent state"
+            "state (--kv-dir), or run the model on llama_cpp (a .gguf file)"
         )
 
 
-def _exported(cache: PrefixCache, backend: Backend, entry: CacheEntry) -> Tensors | None:
+def _export(cache: PrefixCache, backend: Backend, entry: CacheEntry) -> Tensors | None:
     # Requests run on between two calls, and the entry may have given way to theirs.
     if not cache.holds(entry):
         return None
@@ -96,12 +95,12 @@ def _fits(cache: PrefixCache, backend: Backend, entry: StateEntry, room_tokens: 
     return len(entry.symbols) <= most and cache.fits(entry.symbols, entry.state_bytes)
 
 
-def _imported(cache: PrefixCache, backend: Backend, entry: StateEntry, tensors: Tensors) -> bool:
+def _take_in(cache: PrefixCache, backend: Backend, entry: StateEntry, tensors: Tensors) -> bool:
     if not cache.fits(entry.symbols, entry.state_bytes):
         return False
     try:
         sequence = backend.import_state(tensors)
-    except (KVCacheFullError, OutOfMemoryError, MemoryError) as error:
+    except NO_ROOM as error:
         _log.info("saved state %s is left out: %s", entry.path, error)
         return False
     except OffsetError as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from numbers import Real
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -15,12 +16,12 @@ from offset_runtime.backends.base import Backend, Message
 from offset_runtime.chat import chat_prompt, chat_turns, check_text
 from offset_runtime.documents import Document
 from offset_runtime.engine import Engine, EngineSettings
-from offset_runtime.errors import InvalidRequestError, PromptFormatError, UnknownDomainError
+from offset_runtime.errors import InvalidRequestError, PromptFormatError, StateFolderError, UnknownDomainError
 from offset_runtime.layout import lay_out
 from offset_runtime.models import ModelSpec, load_backend
 from offset_runtime.offset import DomainOffset, PromptFormat
 from offset_runtime.placement import Placement, place
-from offset_runtime.request import Completion, Request, Reuse
+from offset_runtime.request import Completion, Event, Request, Reuse
 from offset_runtime.sampling import SamplingParams
 from offset_runtime.state_folder import DEFAULT_MAX_BYTES, StateFolder
 from offset_runtime.store import OffsetStore
@@ -135,23 +136,23 @@ class OffsetRuntime:
         strength: float = 1.0,
         sampling: SamplingParams | None = None,
         timeout_s: float | None = None,
-        author_offsets: Mapping[int, DomainOffset | None] | None = None,
+        turn_offsets: Mapping[int, DomainOffset | None] | None = None,
         reuse: Reuse | None = None,
     ) -> Request:
         """Lay chat messages out with the model's template and place the domain's offset in them.
 
-        `strength` scales the offset. `author_offsets`: the turn-anchored offsets that earlier replies were written
-        under (None: none), by index of the message. Such a reply is read as it was generated, its offset where it lay
-        then, so that the state of that turn can be used as it is; an offset that would reach into a later one is left
-        out. `reuse`: see `Request`.
+        `strength` scales the offset. `turn_offsets`: the turn-anchored offsets that earlier replies were written
+        under (None: none), by index of the message. Such a reply is read as it was generated (`chat_turns`), its offset
+        where it lay then, so that the state of that turn can be used as it is; an offset that would reach into a later
+        one is left out. `reuse`: see `Request`.
 
         Raises `UnknownDomainError`, `BaseModelMismatchError`, `PromptFormatError` for an offset that was not trained
         in format `chat`, `PlacementError` for one that its turn has no room for, and `InvalidRequestError` for
         messages, a domain or a strength that are none, and for an author's offset without a turn.
         """
-        tokenizer, authors = self.backend.tokenizer, author_offsets or {}
+        tokenizer, authors = self.backend.tokenizer, turn_offsets or {}
         self._check_authors(messages, authors)
-        prompt, begun = chat_turns(tokenizer, messages, authors) if authors else (chat_prompt(tokenizer, messages), {})
+        prompt, begun = chat_turns(tokenizer, messages, authors)
         request = self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
         spoken = [place(offset, begun[index]) for index, offset in authors.items() if offset and index in begun]
         return replace(request, placements=_apart(request.placements, spoken), reuse=reuse)
@@ -161,8 +162,9 @@ class OffsetRuntime:
     ) -> int:
         """Have what chats that begin with `messages` have in common, such as a system prompt, read ahead of them.
 
-        That is done while nothing else runs, and the prefix cache keeps the state. Returns at once, with how many
-        tokens it is; 0 where there are none. Raises what `chat_request` raises, and what `Engine.submit` does.
+        That begins once no request waits or runs, and the prefix cache keeps the state. Returns at once, with how many
+        tokens it is; 0 where there are none. Raises what `chat_request` raises for messages, domain and strength, and
+        what `Engine.submit` does; what fails later is logged.
         """
         tokenizer = self.backend.tokenizer
         # What follows decides over the last token or two, and some templates refuse a system message alone.
@@ -174,7 +176,7 @@ class OffsetRuntime:
         # A turn-anchored offset lies behind what is fixed.
         early = offset if offset is not None and offset.anchor == "sequence" else None
         request = self._request(fixed, early, strength, ("chat",), SamplingParams(max_tokens=0), None)
-        self.engine.submit(replace(request, reuse=reuse, background=True), lambda event: None)
+        self.engine.submit(replace(request, reuse=reuse, background=True), _log_failure)
         return len(fixed)
 
     def text_request(
@@ -253,6 +255,8 @@ class OffsetRuntime:
 
         Raises `StateFolderError` for a path that is no folder, and what `Engine.restore_state` raises.
         """
+        if not isinstance(folder, StateFolder) and not Path(folder).is_dir():
+            raise StateFolderError(f"there is no folder {folder} to restore state from; save_state makes one")
         return self.engine.restore_state(_state_folder(folder, DEFAULT_MAX_BYTES))
 
     @property
@@ -297,12 +301,10 @@ class OffsetRuntime:
     def _check_authors(self, messages: Sequence[Message], authors: Mapping[int, DomainOffset | None]) -> None:
         for index, offset in authors.items():
             if not 0 <= index < len(messages):
-                raise InvalidRequestError(
-                    f"author_offsets names message {index} of {len(messages)}; expected its index"
-                )
+                raise InvalidRequestError(f"turn_offsets names message {index} of {len(messages)}; expected its index")
             if offset is not None and offset.anchor != "turn":
                 raise InvalidRequestError(
-                    f"author_offsets[{index}] is the sequence-anchored offset of domain {offset.domain!r}, which lay "
+                    f"turn_offsets[{index}] is the sequence-anchored offset of domain {offset.domain!r}, which lay "
                     "at the start of its author's prompt; expected a turn-anchored one, or None"
                 )
             if offset is not None:
@@ -327,6 +329,11 @@ def _apart(own: Sequence[Placement], spoken: Sequence[Placement]) -> tuple[Place
 
 def _state_folder(folder: str | os.PathLike[str] | StateFolder, max_bytes: int) -> StateFolder:
     return folder if isinstance(folder, StateFolder) else StateFolder(folder, max_bytes)
+
+
+def _log_failure(event: Event) -> None:
+    if isinstance(event, Exception):
+        _log.debug("a prompt was not read ahead: %s", event)
 
 
 def _check_strength(strength: object) -> None:

@@ -1,8 +1,9 @@
 """A folder of saved KV state: one .safetensors file for what a model had read, found again by that.
 
 A file is named by a digest of the backend's `state_key` and of the symbols (`placement.symbols`), so state of another
-model, or of other offsets, can never be taken for the right one. A checksum over the whole file finds damage. Whatever
-is damaged or foreign is left alone, with a warning. Each file holds the token ids it stands for, in the clear.
+model, as far as that key tells models apart, or of other offsets is not taken for the right one. A checksum over the
+whole file finds damage. Whatever is damaged or foreign is left alone, with a warning. Each file holds the token ids it
+stands for, in the clear.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT = "offset-runtime state"
 FORMAT_VERSION = "1"
-DEFAULT_MAX_BYTES = 1024 * 2**20
+DEFAULT_MAX_BYTES = 1024 * 10**6
 
 _NAME = re.compile(r"kv-[0-9a-f]{64}\.safetensors")
 # What an interrupted `write_atomically` leaves; after an hour nobody writes it any more.
@@ -132,7 +133,7 @@ class StateFolder:
             return False
         try:
             _read_entry(path)
-            _set_time(path, used_ns or time.time_ns())
+            _set_time(path, time.time_ns() if used_ns is None else used_ns)
         except (OSError, ValueError):
             return False
         return True

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from offset_runtime import DomainOffset, EngineSettings, LlamaCppOptions, OffsetRuntime, Request, SamplingParams
 from offset_runtime.backends.base import Backend, Chunk
@@ -296,11 +297,9 @@ def test_a_call_that_waits_when_the_engine_closes_ends_with_an_error(folder: Sta
         stream = Stream(engine, ask(b"words"))
         assert backend.waits.wait(PATIENCE_S)
         calls = [pool.submit(engine.save_state, folder), pool.submit(engine.restore_state, folder)]
-        while len(engine._calls) < 2:
-            pass
+        until(lambda: len(engine._calls) == 2)
         closing = pool.submit(engine.close)
-        while engine.alive:
-            pass
+        until(lambda: not engine.alive)
         backend.gate.set()
         for call in calls:
             with pytest.raises(EngineClosedError, match="the engine is closed"):
@@ -324,9 +323,8 @@ def test_a_call_that_waits_when_the_engines_thread_dies_ends_with_an_error(
         stream = Stream(engine, ask(b"words"))
         assert backend.waits.wait(PATIENCE_S)
         call = pool.submit(engine.restore_state, folder)
-        while not engine._calls:
-            pass
-        engine._answer_calls = dies  # type: ignore[method-assign]
+        until(lambda: bool(engine._calls))
+        engine._make_calls = dies  # type: ignore[method-assign]
         backend.gate.set()
         with pytest.raises(EngineClosedError, match="the engine's thread died"):
             call.result(PATIENCE_S)

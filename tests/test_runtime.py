@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from waiting import until
 
 from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime, OffsetStore, SamplingParams
 from offset_runtime.backends.fake import FakeBackend, FakeTokenizer
@@ -281,11 +281,11 @@ def test_an_authors_offset_lies_before_its_reply_where_it_lay_when_that_was_writ
     legal, news = (make_offset(IDENTITY, domain=name, positions=3, seed=i) for i, name in enumerate(["legal", "news"]))
     first = fake_runtime.chat_request(HELLO, domain=legal)
 
-    request = fake_runtime.chat_request(TURNS, domain=news, author_offsets={1: legal})
+    request = fake_runtime.chat_request(TURNS, domain=news, turn_offsets={1: legal})
 
     assert request.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
     assert request.placements == (*first.placements, Placement(len(request.prompt_ids) - 3, news, 3))
-    plain = fake_runtime.chat_request(TURNS, author_offsets={1: None})
+    plain = fake_runtime.chat_request(TURNS, turn_offsets={1: None})
     assert plain.placements == ()
     assert plain.prompt_ids == request.prompt_ids
 
@@ -296,33 +296,25 @@ def test_an_authors_offset_that_would_reach_into_a_later_one_is_left_out(
     long, short = make_offset(IDENTITY, domain="long", positions=40), make_offset(IDENTITY, domain="short", positions=3)
     author = make_offset(IDENTITY, domain="author", positions=3, seed=3)
 
-    assert len(fake_runtime.chat_request(TURNS, domain=long, author_offsets={1: author}).placements) == 1
-    assert len(fake_runtime.chat_request(TURNS, domain=short, author_offsets={1: author}).placements) == 2
+    assert len(fake_runtime.chat_request(TURNS, domain=long, turn_offsets={1: author}).placements) == 1
+    assert len(fake_runtime.chat_request(TURNS, domain=short, turn_offsets={1: author}).placements) == 2
 
 
 def test_an_authors_offset_without_a_turn_is_refused(fake_runtime: OffsetRuntime, make_offset: MakeOffset) -> None:
     offset = make_offset(IDENTITY, domain="legal", positions=3)
     with pytest.raises(InvalidRequestError, match="names message 3 of 3"):
-        fake_runtime.chat_request(TURNS, author_offsets={3: offset})
+        fake_runtime.chat_request(TURNS, turn_offsets={3: offset})
     with pytest.raises(InvalidRequestError, match="sequence-anchored offset of domain 'legal'"):
-        fake_runtime.chat_request(TURNS, author_offsets={1: make_offset(IDENTITY, domain="legal", anchor="sequence")})
+        fake_runtime.chat_request(TURNS, turn_offsets={1: make_offset(IDENTITY, domain="legal", anchor="sequence")})
     other = make_offset(foreign(IDENTITY), domain="legal", positions=3)
     with pytest.raises(BaseModelMismatchError):
-        fake_runtime.chat_request(TURNS, author_offsets={1: other})
+        fake_runtime.chat_request(TURNS, turn_offsets={1: other})
 
 
 # Reading ahead
 
 
 SYSTEM = [{"role": "system", "content": "Answer as a lawyer would, and cite the law."}]
-
-
-def wait_until_idle(runtime: OffsetRuntime) -> None:
-    """Run something that waits for nothing in the background, until that is done."""
-    deadline = time.monotonic() + 20
-    while runtime.engine.cache_figures.entries == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("anchor", ["turn", "sequence"])
@@ -334,7 +326,7 @@ def test_a_system_prompt_that_was_read_ahead_is_not_read_again(
         expected = cold.run(cold.chat_request([*SYSTEM, *HELLO], domain=offset)).text
 
     tokens = fake_runtime.warm(SYSTEM, domain=offset)
-    wait_until_idle(fake_runtime)
+    until(lambda: fake_runtime.engine.cache_figures.entries == 1)
     reply = fake_runtime.run(fake_runtime.chat_request([*SYSTEM, *HELLO], domain=offset))
 
     assert tokens > len(SYSTEM[0]["content"])
@@ -342,8 +334,7 @@ def test_a_system_prompt_that_was_read_ahead_is_not_read_again(
     assert reply.text == expected
 
 
-def test_nothing_is_read_ahead_where_the_template_begins_with_what_differs(fake_runtime: OffsetRuntime) -> None:
-    # The template's own first words are common to all chats.
+def test_without_messages_the_templates_own_first_words_are_read_ahead(fake_runtime: OffsetRuntime) -> None:
     assert fake_runtime.warm([]) == len(fake_runtime.backend.tokenizer.encode("<|im_start|>user\n"))
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 
 from offset_runtime import OffsetRuntime, SamplingParams
-from offset_runtime.agents.messages import template_messages
-from offset_runtime.agents.transcript import History, Transcript
+from offset_runtime.agents.messages import template_turns
+from offset_runtime.agents.transcript import INSTRUCTIONS, History, Transcript
 from offset_runtime.documents import Document, read_documents
 from offset_runtime.models import ModelSpec
 from offset_runtime.offset import DomainOffset
@@ -59,7 +59,7 @@ def transcript(
     for author in (name for name in documents if name != reader):
         text = documents[author][-(index % 40) - 1].text
         said = runtime.backend.tokenizer.decode(runtime.backend.tokenizer.encode(text)[:REPLY_TOKENS])
-        turns.append(AIMessage(said, name=author, additional_kwargs={"instructions": instructions(text)}))
+        turns.append(AIMessage(said, name=author, additional_kwargs={INSTRUCTIONS: instructions(text)}))
     return turns
 
 
@@ -76,12 +76,11 @@ def measure(
             transcript(runtime, documents, reader, index)
         )
         spoken = [place for place, message in enumerate(shown) if message.type == "ai"]
-        turns = template_messages(shown, apart=spoken)
-        authors: dict[int, DomainOffset | None] = {}
-        for place, turn in enumerate(turns):
-            if (source := turn.pop("source", None)) is not None:
-                authors[place] = runtime.offsets[str(shown[source].name)] if keep else None
-        request = runtime.chat_request(turns, domain=None if plain else reader, author_offsets=authors)
+        turns, sources = template_turns(shown, spoken)
+        authors: dict[int, DomainOffset | None] = {
+            turn: runtime.offsets[str(shown[index].name)] if keep else None for turn, index in sources.items()
+        }
+        request = runtime.chat_request(turns, domain=None if plain else reader, turn_offsets=authors)
         reply = tokenizer.encode(document.text)[:REPLY_TOKENS]
         scored = replace(
             request,

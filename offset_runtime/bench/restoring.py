@@ -34,7 +34,7 @@ def measure_restore_state(tokens: int, case: Case, setting: Setting, runtime: Of
     """Seconds until a new engine holds the state of a prompt of `tokens` tokens: saved earlier, or read again.
 
     Saved state is dropped from the memory of the operating system before each time, where that can be asked for. Who
-    the model is, for which a backend may have to read all of its file, is found out once a process: the detail `key_s`.
+    the model is, for which a backend reads a part of its file, is found out once a process: the detail `key_s`.
     """
     backend = runtime.backend
     if not backend.capabilities.save_state:

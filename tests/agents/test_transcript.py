@@ -12,7 +12,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 from offset_runtime import OffsetRuntime
 from offset_runtime.agents import ChatOffset, agent_node
-from offset_runtime.agents.transcript import History, Transcript
+from offset_runtime.agents.transcript import INSTRUCTIONS, History, Transcript
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.engine import EngineSettings
 
@@ -20,8 +20,8 @@ Shown = list[tuple[str, str]]
 
 STATE = [
     HumanMessage("write a poem"),
-    AIMessage("roses", name="poet", additional_kwargs={"instructions": "Write."}),
-    AIMessage("too short", name="critic", additional_kwargs={"instructions": "Judge."}),
+    AIMessage("roses", name="poet", additional_kwargs={INSTRUCTIONS: "Write."}),
+    AIMessage("too short", name="critic", additional_kwargs={INSTRUCTIONS: "Judge."}),
 ]
 
 
@@ -68,7 +68,7 @@ def test_a_verbatim_prompt_goes_on_where_the_last_one_and_its_reply_ended() -> N
 def test_only_a_verbatim_reply_carries_its_instructions_into_the_state() -> None:
     reply = AIMessage("roses", id="1")
     assert Transcript("poet", "Write.", None, "shared").sign(reply).additional_kwargs == {}
-    assert Transcript("poet", "Write.", None, "verbatim").sign(reply).additional_kwargs == {"instructions": "Write."}
+    assert Transcript("poet", "Write.", None, "verbatim").sign(reply).additional_kwargs == {INSTRUCTIONS: "Write."}
 
 
 def team(runtime: OffsetRuntime, history: History, *, anchored: str) -> Any:

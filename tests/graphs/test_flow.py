@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from offset_runtime.graphs.flow import endless_cycles, history, reachable, upcoming
+from offset_runtime.graphs.flow import endless_cycles, reachable, upcoming
 from offset_runtime.graphs.schema import Workflow
 
 
@@ -66,22 +66,6 @@ LOOP: list[dict[str, object]] = [
     {"source": "a", "target": "b"},
     {"source": "b", "path": "reply_contains", "targets": {"again": "a", "*": "END"}},
 ]
-
-
-def test_agents_one_after_another_have_separate_histories_and_other_patterns_share_one() -> None:
-    assert history(workflow(CHAIN, a={}, b={})) == "separate"
-    assert history(workflow(FORK, a={}, b={}, c={})) == "shared"
-    assert history(workflow(LOOP, a={}, b={})) == "shared"
-    handoff = workflow(
-        [{"source": "START", "target": "a"}, {"source": "b", "target": "END"}], a={"handoffs": ["b"]}, b={}
-    )
-    assert history(handoff) == "shared"
-
-
-def test_a_history_that_the_workflow_names_is_taken_and_one_that_only_one_agent_reads_is_not_shared() -> None:
-    assert history(workflow(CHAIN, a={}, b={}).model_copy(update={"history": "verbatim"})) == "verbatim"
-    apart = {"reads": ["START"]}
-    assert history(workflow(FORK, a=apart, b=apart, c={})) == "separate"
 
 
 def test_upcoming_counts_the_fewest_steps_to_each_agents_turn() -> None:

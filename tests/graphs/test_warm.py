@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
+from waiting import until
 
 from offset_runtime import OffsetRuntime
 from offset_runtime.engine import Engine
@@ -31,10 +31,7 @@ def workflow(**more: Any) -> Workflow:
 
 def test_both_agents_find_their_system_prompts_read(fake_runtime: OffsetRuntime) -> None:
     tokens = warm_up(workflow(), fake_runtime)
-    deadline = time.monotonic() + 20
-    while fake_runtime.engine.cache_figures.entries < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: fake_runtime.engine.cache_figures.entries == 2)
 
     finished = list(run_workflow(build_graph(workflow(), runtime=fake_runtime), "hi"))
     turns = [event for event in finished if isinstance(event, AgentFinished)]
