@@ -18,9 +18,9 @@ from offset_runtime.graphs.builder import WorkflowGraph, agent_offsets, build_gr
 from offset_runtime.graphs.check import find_model_problems, find_problems
 from offset_runtime.graphs.checkpoints import sqlite_checkpoints
 from offset_runtime.graphs.findings import raise_findings
-from offset_runtime.graphs.kept_state import KeptState
 from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
+from offset_runtime.graphs.saved_state import SavedState
 from offset_runtime.graphs.schema import Workflow
 from offset_runtime.graphs.terminal import memory_line, show_events
 from offset_runtime.graphs.warm import warm_up
@@ -88,18 +88,13 @@ def run(
         offsets = agent_offsets(loaded, runtime)
         if saver is not None and not resume:
             _say_if_continued(graph, config)
-        with KeptState(runtime, folder) as kept:
+        with SavedState(runtime, folder) as saved:
             warm_up(loaded, runtime, thread=thread)
-            try:
-                # Closed before the checkpoint is read: until then agents go on.
-                with contextlib.closing(run_workflow(graph, text, config=config)) as events:
-                    show_events(events, offsets=offsets, console=output(), as_json=as_json)
-            except KeyboardInterrupt:
-                if saver is not None and graph.get_state(config).next:
-                    _hint_at_resume(thread)
-                raise
+            # Closed before the checkpoint is read: until then agents go on.
+            with _hint_at_resume(graph, config), contextlib.closing(run_workflow(graph, text, config=config)) as events:
+                show_events(events, offsets=offsets, console=output(), as_json=as_json)
     if not as_json:
-        for line in filter(None, (memory_line(runtime, offsets), kept.line)):
+        for line in filter(None, (memory_line(runtime, offsets), saved.line)):
             output().print(line, style="dim", soft_wrap=True)
 
 
@@ -168,7 +163,18 @@ def _checkpoints(file: Path | None) -> Iterator[BaseCheckpointSaver[str] | None]
         yield saver
 
 
-def _hint_at_resume(thread: str) -> None:
+@contextlib.contextmanager
+def _hint_at_resume(graph: WorkflowGraph, config: RunnableConfig) -> Iterator[None]:
+    """After an interrupt, say how to go on, where that is possible."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if graph.checkpointer and graph.get_state(config).next:
+            _say_how_to_resume(config["configurable"]["thread_id"])
+        raise
+
+
+def _say_how_to_resume(thread: str) -> None:
     options = "--resume" if thread == _DEFAULT_THREAD else f"--resume --thread {shlex.quote(thread)}"
     messages().print(
         f"to go on, run the same command with {options} in place of the input", markup=False, soft_wrap=True

@@ -46,20 +46,20 @@ class Scheduler(Generic[T]):
     split_prefill: bool = True
     running: list[T] = field(default_factory=list)
     waiting: deque[T] = field(default_factory=deque)
-    idle_work: deque[T] = field(default_factory=deque)
+    in_background: deque[T] = field(default_factory=deque)
 
     @property
     def open(self) -> list[T]:
         """All requests that have not ended."""
-        return [*self.running, *self.waiting, *self.idle_work]
+        return [*self.running, *self.waiting, *self.in_background]
 
     def add(self, item: T) -> None:
         """Queue a request."""
-        (self.idle_work if item.background else self.waiting).append(item)
+        (self.in_background if item.background else self.waiting).append(item)
 
     def remove(self, item: T) -> None:
         """Forget a request, running or waiting."""
-        for queue in (self.running, self.waiting, self.idle_work):
+        for queue in (self.running, self.waiting, self.in_background):
             if item in queue:
                 queue.remove(item)
 
@@ -72,8 +72,8 @@ class Scheduler(Generic[T]):
             item = self.waiting.popleft()
             self.running.append(item)
             yield item
-        if self.idle_work and not self.running and not self.waiting:
-            item = self.idle_work.popleft()
+        if self.in_background and not self.running and not self.waiting:
+            item = self.in_background.popleft()
             self.running.append(item)
             yield item
 

@@ -77,7 +77,7 @@ def memory(spec: dict[str, Any], domains: int, requests: int) -> Figures:
         return _printed({"rss_bytes": float(psutil.Process().memory_info().rss)})
 
 
-class Workflow:
+class Rounds:
     """The prompts of a workflow, in the ids of the model's tokenizer: `text` is what they are cut from.
 
     `transcript` grows by the replies of each round.
@@ -113,7 +113,7 @@ def workflow_together(spec: dict[str, Any], text: str, sizes: dict[str, int]) ->
     from offset_runtime.models import load_backend
 
     with closing(load_backend(ModelSpec.model_validate(spec))) as backend:
-        work = Workflow(backend.tokenizer.encode(text), sizes)
+        work = Rounds(backend.tokenizer.encode(text), sizes)
         offsets = [random_offset(backend.identity, number) for number in range(sizes["domains"])]
         with endless_engine(backend, EngineSettings()) as engine:
             run_together(engine, [request(work.other, output_tokens=work.reply_tokens)])
@@ -147,7 +147,7 @@ def workflow_alone(spec: dict[str, Any], text: str, sizes: dict[str, int]) -> Fi
     from offset_runtime.models import load_backend
 
     with closing(load_backend(ModelSpec.model_validate(spec))) as backend:
-        work = Workflow(backend.tokenizer.encode(text), sizes)
+        work = Rounds(backend.tokenizer.encode(text), sizes)
         offsets = [random_offset(backend.identity, number) for number in range(sizes["domains"])]
         longest: list[int] = []
         prefilled = 0
@@ -183,7 +183,7 @@ def workflow_llama(path: str, options: dict[str, Any], text: str, sizes: dict[st
     import llama_cpp
 
     with closing(llama_cpp.Llama(path, verbose=False, **options)) as model:
-        work = Workflow(model.tokenize(text.encode(), add_bos=False), sizes)
+        work = Rounds(model.tokenize(text.encode(), add_bos=False), sizes)
         # What `create_completion`, and so ChatLlamaCpp, stands on; end tokens do not end it.
         found = work.in_turn(lambda agent, ids: list(islice(model.generate(ids, temp=0.0), work.reply_tokens)))
         state = llama_cpp.llama_state_seq_get_size(model.ctx, 0)
@@ -207,7 +207,7 @@ def workflow_transformers(
     adapter_bytes = 0
     if rank:
         model, adapter_bytes = _with_adapters(model, names, rank)
-    work = Workflow(AutoTokenizer.from_pretrained(source).encode(text, add_special_tokens=False), sizes)
+    work = Rounds(AutoTokenizer.from_pretrained(source).encode(text, add_special_tokens=False), sizes)
     state = 0
 
     def reply(agent: int, ids: list[int]) -> list[int]:

@@ -16,7 +16,6 @@ from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.bench import child, workflow
 from offset_runtime.bench.case import Setting
 from offset_runtime.bench.cases import select
-from offset_runtime.bench.child import Workflow
 from offset_runtime.bench.pairs import MeasurementError, Ratio
 from offset_runtime.bench.processes import ChildRun
 from offset_runtime.bench.workflow import WorkflowSizes, find_variants, measure_workflow
@@ -110,7 +109,7 @@ def test_no_reply_of_transformers_ends_with_an_end_token(
 
 
 def test_agents_have_their_own_instructions_and_the_transcript_grows_by_all_replies() -> None:
-    work = Workflow(list(range(100, 200)), asdict(SIZES))
+    work = child.Rounds(list(range(100, 200)), asdict(SIZES))
     asked: list[tuple[int, list[int]]] = []
 
     def reply(agent: int, ids: list[int]) -> list[int]:

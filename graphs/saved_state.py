@@ -13,7 +13,7 @@ from offset_runtime.state_folder import StateFolder
 _log = logging.getLogger(__name__)
 
 
-class KeptState:
+class SavedState:
     """Restores state from `folder` on entry, and saves what the runtime then holds on exit; without one, does nothing.
 
     It is saved after an interrupt or an error too: then the same is likely to be read once more.
