@@ -74,7 +74,7 @@ class ChatOffset(Connection, BaseChatModel):
     tokens; left out, tokens stream where they are asked for. `author_offsets`: with ``"keep"`` the messages' earlier
     replies by a `ChatOffset` are read under the turn-anchored offsets they were written under, so that the state of
     those turns need not be computed anew; with ``"drop"`` as plain text. `reuse`: what the prefix cache is to know of
-    the call; `agent_node` gives it. Both may be given per call too.
+    the call; `agent_node` sets it.
 
     Tools and structured output are not supported yet: binding them raises an `InvalidRequestError` that
     is a `NotImplementedError` too. LangChain's `create_agent` works with ``tools=[]``.
@@ -87,7 +87,7 @@ class ChatOffset(Connection, BaseChatModel):
     author_offsets: Literal["drop", "keep"] = "drop"
     reuse: Reuse | None = Field(default=None, exclude=True, repr=False)
 
-    _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS | {"author_offsets", "reuse"}
+    _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS | {"author_offsets"}
 
     def batch(
         self,
@@ -225,14 +225,16 @@ class ChatOffset(Connection, BaseChatModel):
             return None
         try:
             offset = self.for_domain(domain).offset()
-        except OffsetError as error:
+            scaled = None if offset is None else offset.scaled(strength)
+        # Whatever the metadata hold: they may come from anywhere.
+        except (OffsetError, TypeError, ValueError, OverflowError) as error:
             _log.warning("a reply written in domain %r is read without its offset: %s", domain, error)
             return None
-        if offset is None or offset.digest != digest:
+        if offset is None or not isinstance(digest, str) or offset.digest != digest:
             _log.warning("a reply written in domain %r is read without its offset: that is another one now", domain)
             return None
         # A sequence-anchored one lay at the beginning of its author's own prompt.
-        return offset.scaled(strength) if offset.anchor == "turn" else None
+        return scaled if offset.anchor == "turn" else None
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -261,5 +263,6 @@ class ChatOffset(Connection, BaseChatModel):
 
 
 def _is_reply(message: BaseMessage) -> bool:
-    """Whether a message's text is what a model generated, and all of it."""
-    return isinstance(message, AIMessage) and isinstance(message.content, str) and not message.tool_calls
+    """Whether a message is a reply of a `ChatOffset`, in any domain or none, and its text all that was generated."""
+    plain = isinstance(message, AIMessage) and isinstance(message.content, str) and not message.tool_calls
+    return plain and "offset_digest" in message.response_metadata

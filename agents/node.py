@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from langchain_core.language_models.base import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
@@ -15,7 +15,7 @@ from langgraph.types import Command
 
 from offset_runtime.agents.chat_model import ChatOffset
 from offset_runtime.agents.transcript import History, Transcript
-from offset_runtime.errors import InvalidRequestError, OffsetError
+from offset_runtime.errors import InvalidRequestError, OffsetError, nearest_hint
 from offset_runtime.request import Reuse
 
 Route = Callable[[str], str]
@@ -65,9 +65,10 @@ def agent_node(
         raise InvalidRequestError(
             f"reads={reads!r} of agent {name!r} is one name; give a list, for example [{reads!r}]"
         )
+    _check_history(name, history, upcoming)
     readable = None if reads is None else frozenset(reads)
-    if history == "verbatim" and isinstance(model, ChatOffset):
-        model = model.configured({"author_offsets": "keep"})
+    if history == "verbatim":
+        model = _keeping(name, model)
     turn = _Turn(Transcript(name, system_prompt, readable, history), model, route, upcoming)
     return RunnableLambda(turn.run, turn.arun, name=name)
 
@@ -84,13 +85,13 @@ class _Turn:
     def run(self, state: Any, config: RunnableConfig) -> Any:
         prompt = self._prompt(state)
         with _naming(self.transcript.name):
-            reply = self.model.invoke(prompt, self._tagged(config), **self._arguments(config))
+            reply = self._speaker(config).invoke(prompt, self._tagged(config))
         return self._outcome(reply)
 
     async def arun(self, state: Any, config: RunnableConfig) -> Any:
         prompt = self._prompt(state)
         with _naming(self.transcript.name):
-            reply = await self.model.ainvoke(prompt, self._tagged(config), **self._arguments(config))
+            reply = await self._speaker(config).ainvoke(prompt, self._tagged(config))
         return self._outcome(reply)
 
     def _prompt(self, state: Any) -> list[BaseMessage]:
@@ -100,16 +101,17 @@ class _Turn:
     def _tagged(self, config: RunnableConfig) -> RunnableConfig:
         return {**config, "metadata": {**config.get("metadata", {}), "agent": self.transcript.name}}
 
-    def _arguments(self, config: RunnableConfig) -> dict[str, Any]:
-        """What the model is told beside the prompt: for the prefix cache, who reads now, and who reads next."""
+    def _speaker(self, config: RunnableConfig) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model, which tells the prefix cache who reads now, and who reads next."""
         if self.upcoming is None or not isinstance(self.model, ChatOffset):
-            return {}
-        # Runs without a thread are one conversation to the cache: what it is told only orders what it drops.
+            return self.model
+        # Not as an argument of the call: LangChain's cache of replies is keyed by those. Runs without a thread are one
+        # conversation to the prefix cache: what it is told only orders what it drops.
         thread = str(config.get("configurable", {}).get("thread_id", ""))
         if self.transcript.history == "separate":
-            return {"reuse": Reuse(thread, self.transcript.name, self.upcoming)}
+            return self.model.model_copy(update={"reuse": Reuse(thread, self.transcript.name, self.upcoming)})
         soonest = {_ALL: min(self.upcoming.values())} if self.upcoming else {}
-        return {"reuse": Reuse(thread, _ALL, soonest)}
+        return self.model.model_copy(update={"reuse": Reuse(thread, _ALL, soonest)})
 
     def _outcome(self, reply: AIMessage) -> Any:
         update = {"messages": [self.transcript.sign(reply)]}
@@ -121,6 +123,34 @@ class _Turn:
                 f"the route of agent {self.transcript.name!r} returned {target!r}; expected a node's name, or 'END'"
             )
         return Command(goto=END if target == "END" else target, update=update)
+
+
+def _check_history(name: str, history: object, upcoming: object) -> None:
+    if history not in get_args(History):
+        expected = ", ".join(map(repr, get_args(History)))
+        hint = nearest_hint(str(history), get_args(History))
+        raise InvalidRequestError(f"history={history!r} of agent {name!r} is unknown; expected one of {expected}{hint}")
+    if upcoming is None:
+        return
+    if not isinstance(upcoming, Mapping) or not all(isinstance(n, int) and n > 0 for n in upcoming.values()):
+        raise InvalidRequestError(
+            f"upcoming={upcoming!r} of agent {name!r} does not say who reads next; expected a mapping from agents to "
+            'steps (1: the next), for example {"editor": 1}'
+        )
+
+
+def _keeping(name: str, model: Runnable[LanguageModelInput, AIMessage]) -> Runnable[LanguageModelInput, AIMessage]:
+    """The model with the offsets of earlier turns kept; an error for one that is wrapped, and would drop them."""
+    if isinstance(model, ChatOffset):
+        return model.configured({"author_offsets": "keep"})
+    inner: Any = model
+    while (inner := getattr(inner, "bound", None)) is not None:
+        if isinstance(inner, ChatOffset) and inner.author_offsets != "keep":
+            raise InvalidRequestError(
+                f"agent {name!r} has a verbatim history, and its ChatOffset is wrapped in {type(model).__name__}; "
+                'make it with ChatOffset(..., author_offsets="keep"), so that earlier turns keep their offsets'
+            )
+    return model
 
 
 @contextlib.contextmanager

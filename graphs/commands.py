@@ -47,7 +47,7 @@ Thread = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run, from --checkpoint FILE.")]
 KVDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--kv-dir",
         metavar="DIR",
@@ -55,7 +55,13 @@ KVDir = Annotated[
     ),
 ]
 KVMaxMb = Annotated[
-    int, typer.Option("--kv-max-mb", metavar="MB", min=1, help="Most that --kv-dir may take; the oldest goes first.")
+    int | None,
+    typer.Option(
+        "--kv-max-mb",
+        metavar="MB",
+        min=1,
+        help=f"Most that --kv-dir may take, {DEFAULT_MAX_BYTES // 10**6} if left out; the oldest goes first.",
+    ),
 ]
 Load = Annotated[bool, typer.Option("--load", help="Load the base model too, and check that the agents fit it.")]
 Output = Annotated[
@@ -72,7 +78,7 @@ def run(
     thread: Thread = _DEFAULT_THREAD,
     resume: Resume = False,
     kv_dir: KVDir = None,
-    kv_max_mb: KVMaxMb = DEFAULT_MAX_BYTES // 10**6,
+    kv_max_mb: KVMaxMb = None,
 ) -> None:
     """Run a workflow on INPUT, showing each agent's reply as it is written.
 
@@ -80,7 +86,7 @@ def run(
     """
     _check_input(text, checkpoint, resume)
     loaded = load_workflow(workflow)
-    folder = None if kv_dir is None else StateFolder(kv_dir, kv_max_mb * 10**6)
+    folder = _state_folder(kv_dir, kv_max_mb)
     config: RunnableConfig = {"configurable": {"thread_id": thread}}
     with _checkpoints(checkpoint) as saver:
         runtime = _load(loaded)
@@ -152,6 +158,17 @@ def _check_input(text: str | None, checkpoint: Path | None, resume: bool) -> Non
     if not resume and not (text or "").strip():
         raise InvalidRequestError('the workflow has no input; add it after the file: run WORKFLOW "what the user says"')
     check_text(text or "")
+
+
+def _state_folder(kv_dir: str | None, kv_max_mb: int | None) -> StateFolder | None:
+    if kv_dir is None:
+        if kv_max_mb is not None:
+            raise InvalidRequestError("--kv-max-mb bounds what --kv-dir keeps; give --kv-dir DIR too")
+        return None
+    if not kv_dir:
+        # As a path it would be the current folder.
+        raise InvalidRequestError("--kv-dir is empty; give a folder (is a variable of the shell unset?)")
+    return StateFolder(kv_dir, DEFAULT_MAX_BYTES if kv_max_mb is None else kv_max_mb * 10**6)
 
 
 @contextlib.contextmanager

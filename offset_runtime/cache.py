@@ -55,9 +55,12 @@ class _Node:
 
     def below(self) -> Iterator[_Node]:
         """This node and all below it."""
-        yield self
-        for child in self.children.values():
-            yield from child.below()
+        # No recursion: a trunk that many entries branch off is as deep as they are many.
+        found = [self]
+        while found:
+            node = found.pop()
+            yield node
+            found.extend(node.children.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,8 @@ class PrefixCache:
 
     def expect(self, reuse: Reuse) -> None:
         """Take in which readers of a session read next."""
+        if not self.keeps_any:
+            return
         self._outlooks = {
             session: outlook
             for session, outlook in self._outlooks.items()
@@ -188,7 +193,11 @@ class PrefixCache:
         if self._touch_known(symbols, reuse):
             self._free(sequence)
             return
-        size = self._backend.sequence_bytes(sequence) if symbols else 0
+        try:
+            size = self._backend.sequence_bytes(sequence) if symbols else 0
+        except BaseException:
+            self._free(sequence)
+            raise
         if not symbols or size > self._max_bytes or self._max_entries == 0:
             self._free(sequence)
             return

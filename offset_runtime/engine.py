@@ -41,7 +41,8 @@ class EngineSettings(BaseModel):
     """Limits of the engine.
 
     `max_running`: sequences that share a step. `max_step_tokens`: tokens in one step, which bounds how
-    long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue. `cache_bytes`:
+    long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue, and as many in the
+    background beside them. `cache_bytes`:
     state of ended requests that is kept for those that begin as they did, beside that of running ones; 0: none.
     `snapshot_tokens`: where the state of a model cannot be cut back (recurrent ones, and sliding windows on llama.cpp),
     a copy of it is kept after as many tokens of a prompt, before each offset, and before the prompt's last token. A
@@ -95,7 +96,8 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
-        self._waiting = 0
+        # Requests in the background must not take the places of others.
+        self._waiting = {False: 0, True: 0}
         self._thread = threading.Thread(target=self._run, name="offset-runtime-engine", daemon=True)
         self._thread.start()
 
@@ -128,12 +130,14 @@ class Engine:
         job = Job(request, sink, self.backend)
         with self._wake:
             self._check_open()
-            if self._waiting >= self.settings.max_waiting:
+            waiting = self._waiting[job.background]
+            if waiting >= self.settings.max_waiting:
+                where = "queue in the background" if job.background else "queue"
                 raise QueueFullError(
-                    f"the engine's queue is full: {self._waiting} requests wait (max_waiting = "
+                    f"the engine's {where} is full: {waiting} requests wait (max_waiting = "
                     f"{self.settings.max_waiting}). Try again later, or raise max_waiting."
                 )
-            self._waiting += 1
+            self._waiting[job.background] += 1
             self._inbox.append(job)
             self._wake.notify()
         return Ticket(job)
@@ -210,8 +214,9 @@ class Engine:
             while self._collect():
                 self._make_calls()
                 self._sweep()
-                followers = [job for job in self._scheduler.running if not job.ready]
-                for job in [*followers, *self._scheduler.admit()]:
+                for job in self._scheduler.admit():
+                    self._count_waiting(job, -1)
+                for job in [job for job in self._scheduler.running if not job.ready]:
                     self._start(job)
                 work = [(job, min(tokens, job.chunk_limit)) for job, tokens in self._scheduler.plan()]
                 if work:
@@ -258,25 +263,30 @@ class Engine:
 
     def _start(self, job: Job) -> None:
         """Open the sequence of a job that is admitted, unless it had better wait for what another one reads."""
-        if self._sharing.must_wait(job, self._scheduler.running):
-            return
-        job.evictions_before = self._cache_figures.evictions
-        if job.request.reuse is not None:
-            self._cache.expect(job.request.reuse)
         try:
+            if self._sharing.must_wait(job, self._scheduler.running):
+                return
+            job.evictions_before = self._cache_figures.evictions
+            if job.request.reuse is not None:
+                self._cache.expect(job.request.reuse)
             found = self._cache.take(job.prompt_symbols, job.reusable_tokens)
             sequence, held = found or (self._cache.with_room(self.backend.allocate), 0)
             job.open(sequence, held, self._snapshot_tokens)
+            self._make_room()
         except Exception as error:
             self._end(job, _as_generation_error(error))
-            return
+
+    def _make_room(self) -> None:
+        """Drop cached entries that running requests may come to need the place of."""
         capacity = self.backend.capabilities.kv_capacity_tokens
         if capacity is not None:
             # A reservation is for the whole sequence, so what it shares with an entry is counted in both.
             self._cache.shrink(capacity - sum(running.reserved_tokens for running in self._scheduler.running))
         self._cache_figures = self._cache.figures
+
+    def _count_waiting(self, job: Job, change: int) -> None:
         with self._wake:
-            self._waiting -= 1
+            self._waiting[job.background] += change
 
     def _step(self, work: Sequence[tuple[Job, int]]) -> None:
         chunks = [job.chunk(tokens) for job, tokens in work]
@@ -314,11 +324,10 @@ class Engine:
             job.cancelled = True
 
     def _end(self, job: Job, outcome: Event) -> None:
+        if job not in self._scheduler.running:
+            self._count_waiting(job, -1)
         self._scheduler.remove(job)
-        if job.sequence is None:
-            with self._wake:
-                self._waiting -= 1
-        else:
+        if job.sequence is not None:
             try:
                 self._part_from(job, job.sequence, outcome)
             except Exception:

@@ -33,7 +33,7 @@ class Job:
         self.cached_tokens = 0
         self.evictions_before = 0
         self._fed = 0
-        self._borders: frozenset[int] = frozenset()
+        self._borders: frozenset[int] | None = None
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[float] = []
@@ -73,12 +73,12 @@ class Job:
     def chunk_limit(self) -> int:
         """Most tokens of the next chunk: up to where the next snapshot is due, or all that are pending."""
         stop = self._fed + self.pending_tokens
-        return min((border for border in self._borders if border > self._fed), default=stop) - self._fed
+        return min((border for border in self._borders or () if border > self._fed), default=stop) - self._fed
 
     @property
     def at_border(self) -> bool:
         """Whether a snapshot of what the sequence holds now may serve others."""
-        return self._fed in self._borders
+        return self._borders is not None and self._fed in self._borders
 
     def has_read(self, tokens: int) -> bool:
         """Whether the first `tokens` tokens have been fed."""
@@ -89,7 +89,7 @@ class Job:
 
         Where state cannot be cut back that is at the borders which are still to come.
         """
-        if not self._borders:
+        if self._borders is None:
             return tokens
         return max((border for border in self._borders if self._fed <= border <= tokens), default=0)
 

@@ -51,6 +51,7 @@ def save_entries(cache: PrefixCache, backend: Backend, folder: StateFolder, on_t
         tensors = on_thread(partial(_export, cache, backend, entry))
         if tensors is not None:
             saved += folder.write(key, entry.symbols, tensors, used_ns)
+    folder.trim()
     return saved
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from offset_runtime.errors import PlacementError
 from offset_runtime.offset import Anchor, DomainOffset
@@ -66,6 +67,9 @@ def check_placements(placements: Sequence[Placement], prompt_tokens: int, hidden
             raise PlacementError(
                 f"{where} has rows of {placement.offset.hidden_size} numbers; the model reads {hidden_size}"
             )
+        numbers: tuple[object, object] = (placement.index, placement.rows)
+        if not all(isinstance(number, Integral) for number in numbers):
+            raise PlacementError(f"{where} has an index or a number of rows that is no whole number")
         if placement.index < 0 or not 0 < placement.rows <= placement.offset.positions:
             raise PlacementError(f"{where} is empty, negative or longer than its offset")
         if placement.stop > prompt_tokens:

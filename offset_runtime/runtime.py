@@ -58,6 +58,8 @@ class OffsetRuntime:
         self.engine = Engine(backend, settings)
         self._offsets: dict[str, DomainOffset] = {}
         self._checked: set[str] = set()
+        # Kept, since each knows which of its files are damaged and are to be written again.
+        self._folders: dict[Path, StateFolder] = {}
 
     @classmethod
     def load(
@@ -248,7 +250,7 @@ class OffsetRuntime:
         `max_bytes`: what the folder's states may take together, the oldest go first (a `StateFolder` has its own).
         Returns how many entries of the cache the folder then holds. Raises `StateFolderError` too.
         """
-        return self.engine.save_state(_state_folder(folder, max_bytes))
+        return self.engine.save_state(self._state_folder(folder, max_bytes))
 
     def restore_state(self, folder: str | os.PathLike[str] | StateFolder) -> int:
         """Take saved state of this model back into the prefix cache, and return how many entries; see `Engine`.
@@ -257,7 +259,7 @@ class OffsetRuntime:
         """
         if not isinstance(folder, StateFolder) and not Path(folder).is_dir():
             raise StateFolderError(f"there is no folder {folder} to restore state from; save_state makes one")
-        return self.engine.restore_state(_state_folder(folder, DEFAULT_MAX_BYTES))
+        return self.engine.restore_state(self._state_folder(folder, DEFAULT_MAX_BYTES))
 
     @property
     def default_format(self) -> PromptFormat:
@@ -298,6 +300,16 @@ class OffsetRuntime:
         placements = () if offset is None or strength == 0 else (place(offset.scaled(strength), len(prompt)),)
         return Request(tuple(prompt), placements, sampling or SamplingParams(), timeout_s)
 
+    def _state_folder(self, folder: str | os.PathLike[str] | StateFolder, max_bytes: int) -> StateFolder:
+        if isinstance(folder, StateFolder):
+            return folder
+        known = self._folders.get(Path(folder))
+        if known is None or known.max_bytes != max_bytes:
+            made = StateFolder(folder, max_bytes)
+            made.damaged |= set() if known is None else known.damaged
+            self._folders[Path(folder)] = known = made
+        return known
+
     def _check_authors(self, messages: Sequence[Message], authors: Mapping[int, DomainOffset | None]) -> None:
         for index, offset in authors.items():
             if not 0 <= index < len(messages):
@@ -325,10 +337,6 @@ def _apart(own: Sequence[Placement], spoken: Sequence[Placement]) -> tuple[Place
         if all(placement.stop <= other.index or other.stop <= placement.index for other in kept):
             kept.append(placement)
     return tuple(sorted(kept, key=lambda p: p.index))
-
-
-def _state_folder(folder: str | os.PathLike[str] | StateFolder, max_bytes: int) -> StateFolder:
-    return folder if isinstance(folder, StateFolder) else StateFolder(folder, max_bytes)
 
 
 def _log_failure(event: Event) -> None:

@@ -83,7 +83,7 @@ class Scheduler(Generic[T]):
         decoding = [(item, 1) for item in ready if item.pending_tokens == 1]
         budget = self.max_step_tokens - len(decoding)
         planned = list(decoding)
-        for item in ready:
+        for item in sorted(ready, key=lambda item: item.background):
             wanted = item.pending_tokens
             if wanted == 1:
                 continue

@@ -63,21 +63,25 @@ class StateFolder:
     """The saved states in the folder `path`, which is made. Several processes may use one folder at a time.
 
     `max_bytes`: what the files of saved states may take together; the oldest go first, and no other file is touched.
-    `read_bytes` and `written_bytes` count what this object read and wrote.
+    `read_bytes` and `written_bytes` count what this object read and wrote; `damaged` are the files it found unsound,
+    which it writes again when their state is saved.
 
     Raises `StateFolderError` where `path` is no folder, or cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.path = Path(path)
+        if not isinstance(max_bytes, int) or max_bytes < 0:
+            raise StateFolderError(f"max_bytes={max_bytes!r} of {path} is no size; expected bytes, 0 or more")
         self.max_bytes = max_bytes
         self.read_bytes = self.written_bytes = 0
-        self._damaged: set[Path] = set()
+        self.damaged: set[Path] = set()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", error)
             raise StateFolderError(
-                f"cannot keep state in {self.path}: {error.strerror}; give a folder, or a path where one can be made"
+                f"cannot keep state in {self.path}: {why}; give a folder, or a path where one can be made"
             ) from error
         if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
             raise StateFolderError(
@@ -129,7 +133,8 @@ class StateFolder:
         `used_ns`: nanoseconds since 1970, None: now.
         """
         path = self._path(key, symbols)
-        if path in self._damaged:
+        # No pipe may be opened: that would wait for its other end.
+        if path in self.damaged or not path.is_file():
             return False
         try:
             _read_entry(path)
@@ -151,7 +156,7 @@ class StateFolder:
         leave it no room, and, with a warning, for a state that takes more than `max_bytes`. Raises
         `StateFolderError` where the file cannot be written.
         """
-        path, used_ns = self._path(key, symbols), used_ns or time.time_ns()
+        path, used_ns = self._path(key, symbols), time.time_ns() if used_ns is None else used_ns
         data = _serialised(key, symbols, tensors)
         if len(data) > self.max_bytes:
             _log.warning(
@@ -170,9 +175,14 @@ class StateFolder:
             raise StateFolderError(
                 f"cannot save state in {self.path}: {error.strerror}; check the folder's permissions and free space"
             ) from error
-        self._damaged.discard(path)
+        self.damaged.discard(path)
         self.written_bytes += len(data)
         return True
+
+    def trim(self) -> None:
+        """Remove what was used longest ago until the files of saved states take at most `max_bytes` together."""
+        # Later than any file, so that even one from a clock that ran ahead may go.
+        self._make_room(0, self.path, 2**63)
 
     def _path(self, key: str, symbols: Sequence[Symbol]) -> Path:
         return self.path / _name(key, _symbols_json(symbols))
@@ -201,6 +211,7 @@ class StateFolder:
         files = sorted((file for file in self._files() if file[0] != path), key=lambda file: file[2])
         newer = sum(file_bytes for _, file_bytes, time_ns in files if time_ns > used_ns)
         if size + newer > self.max_bytes:
+            _log.info("state of %d bytes is not saved in %s: what was used since leaves it no room", size, self.path)
             return False
         total = size + sum(file_bytes for _, file_bytes, _ in files)
         for oldest, file_bytes, _ in files:
@@ -218,7 +229,7 @@ class StateFolder:
                     temporary.unlink()
 
     def _warn(self, path: Path, why: object) -> None:
-        self._damaged.add(path)
+        self.damaged.add(path)
         _log.warning("saved state %s is not used: %s", path, why)
 
 
@@ -295,7 +306,7 @@ def _read_entry(path: Path) -> tuple[StateEntry, str]:
 def _data_bytes(header: Mapping[str, Any]) -> int:
     try:
         return max((int(part["data_offsets"][1]) for name, part in header.items() if name != "__metadata__"), default=0)
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError("its header does not say where its tensors are") from error
 
 

@@ -20,6 +20,7 @@ from offset_runtime.errors import (
     ModelNotFoundError,
     OffsetFileError,
     PromptFormatError,
+    QueueFullError,
     UnknownDomainError,
 )
 from offset_runtime.identity import BaseIdentity
@@ -332,6 +333,19 @@ def test_a_system_prompt_that_was_read_ahead_is_not_read_again(
     assert tokens > len(SYSTEM[0]["content"])
     assert reply.usage.cached_tokens == tokens
     assert reply.text == expected
+
+
+def test_prompts_to_read_ahead_take_no_place_in_the_queue() -> None:
+    with OffsetRuntime(FakeBackend(), settings=EngineSettings(max_waiting=2)) as runtime:
+        long = runtime.stream(runtime.chat_request(HELLO, sampling=SamplingParams(max_tokens=2000)))
+        next(iter_of_long := iter(long))
+        for _ in range(2):
+            runtime.warm(SYSTEM)
+        with pytest.raises(QueueFullError, match="queue in the background is full: 2 requests wait"):
+            runtime.warm(SYSTEM)
+        assert runtime.run(runtime.chat_request(HELLO, sampling=SamplingParams(max_tokens=2))).text
+        assert next(iter_of_long) is not None
+        long.cancel()
 
 
 def test_without_messages_the_templates_own_first_words_are_read_ahead(fake_runtime: OffsetRuntime) -> None:

@@ -187,3 +187,12 @@ def test_work_in_the_background_can_be_removed_before_it_starts() -> None:
     queue.remove(item)
     assert queue.open == []
     assert list(queue.admit()) == []
+
+
+def test_work_in_the_background_gets_what_the_others_leave_of_a_step() -> None:
+    background, item = Item(20, background=True), Item(6)
+    queue = scheduler([background], max_running=4)
+    list(queue.admit())
+    queue.add(item)
+    list(queue.admit())
+    assert queue.plan() == [(item, 6), (background, 2)]
