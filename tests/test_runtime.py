@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from waiting import until
 
-from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime, OffsetStore, SamplingParams
+from offset_runtime import DomainOffset, EngineSettings, OffsetRuntime, OffsetStore, Request, SamplingParams
 from offset_runtime.backends.fake import FakeBackend, FakeTokenizer
 from offset_runtime.errors import (
     BaseModelMismatchError,
@@ -21,6 +21,7 @@ from offset_runtime.errors import (
     OffsetFileError,
     PromptFormatError,
     QueueFullError,
+    StateFolderError,
     UnknownDomainError,
 )
 from offset_runtime.identity import BaseIdentity
@@ -361,3 +362,33 @@ def test_a_reply_says_what_the_cache_holds_and_what_gave_way(make_offset: MakeOf
         assert reply.cache.bytes == runtime.engine.cache_figures.bytes
         assert reply.cache.evictions == 1
         assert runtime.engine.cache_figures.evictions == 2
+
+
+def test_a_file_damaged_between_two_runs_is_saved_anew(tmp_path: Path) -> None:
+    request = Request(tuple(b"a prompt of some length"), (), SamplingParams(max_tokens=2))
+    for restored in (None, 0, 1):
+        with OffsetRuntime(FakeBackend()) as runtime:
+            if restored is not None:
+                assert runtime.restore_state(tmp_path) == restored
+            runtime.run(request)
+            assert runtime.save_state(tmp_path) == 1
+        [path] = tmp_path.iterdir()
+        if restored is None:
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_there_is_nothing_to_restore_from_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with OffsetRuntime(FakeBackend()) as runtime, pytest.raises(StateFolderError, match="there is no folder"):
+        runtime.restore_state(tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_saving_with_a_smaller_limit_makes_the_folder_smaller(tmp_path: Path) -> None:
+    with OffsetRuntime(FakeBackend()) as runtime:
+        for text in (b"one prompt of some length", b"and another one of some length"):
+            runtime.run(Request(tuple(text), (), SamplingParams(max_tokens=2)))
+        runtime.save_state(tmp_path)
+        size = sum(path.stat().st_size for path in tmp_path.iterdir())
+        runtime.save_state(tmp_path, max_bytes=size - 1)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < size

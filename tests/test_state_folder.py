@@ -185,6 +185,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other names": (with_header(lambda h: h.update(values=h.pop("keys"))), "checksum"),
     "another type": (with_header(lambda h: h["keys"].update(dtype="I32")), "checksum"),
     "no offsets": (with_header(lambda h: h["keys"].pop("data_offsets")), "where its tensors are"),
+    "offsets beyond numbers": (
+        with_header(lambda h: h["keys"].update(data_offsets=[0, float("inf")])),
+        "where its tensors are",
+    ),
     "a changed tensor": (edited(lambda data: data[:-1] + bytes([data[-1] ^ 1])), "checksum"),
     "renamed": (lambda path: path.rename(path.with_name(f"kv-{'0' * 64}.safetensors")), "its name is not"),
 }
@@ -377,3 +381,34 @@ def test_a_failed_write_is_an_error_and_leaves_no_part(folder: StateFolder, monk
     with pytest.raises(StateFolderError, match=r"cannot save state in .*: No space left on device"):
         folder.write(KEY, SYMBOLS, STATE)
     assert list(folder.path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, None, "5"])
+def test_a_limit_that_is_no_size_is_an_error(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(StateFolderError, match="is no size"):
+        StateFolder(tmp_path, size)
+
+
+def test_a_path_that_no_file_can_have_is_an_error() -> None:
+    with pytest.raises(StateFolderError, match="cannot keep state"):
+        StateFolder("a\0b")
+
+
+def test_trimming_keeps_what_was_used_last_whatever_the_clock_says(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    for number in range(3):
+        later = time.time_ns() + (number + 1) * 10**12
+        folder.write(KEY, [number], {"state": np.zeros(100, np.float32)}, used_ns=later)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    StateFolder(tmp_path, size // 2).trim()
+
+    assert symbols_held(folder) == [(2,)]
+
+
+def test_a_pipe_under_the_name_of_a_state_is_no_state(folder: StateFolder) -> None:
+    path = saved_file(folder)
+    path.unlink()
+    os.mkfifo(path)
+    assert symbols_held(folder) == []
+    assert not folder.touch(KEY, SYMBOLS)

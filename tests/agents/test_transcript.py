@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
 
@@ -15,6 +17,7 @@ from offset_runtime.agents import ChatOffset, agent_node
 from offset_runtime.agents.transcript import INSTRUCTIONS, History, Transcript
 from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.engine import EngineSettings
+from offset_runtime.errors import InvalidRequestError
 
 Shown = list[tuple[str, str]]
 
@@ -169,3 +172,64 @@ def test_kept_and_dropped_offsets_are_different_histories(team_runtime: OffsetRu
     history = [HumanMessage("hello"), model.for_domain("law-turn").invoke("hello"), HumanMessage("and?")]
 
     assert model.invoke(history).text != model.invoke(history, author_offsets="keep").text
+
+
+def test_an_unknown_history_is_an_error_with_the_nearest_name() -> None:
+    model = ChatOffset(model="fake")
+    with pytest.raises(InvalidRequestError, match=r"history='sharde' of agent 'me' is unknown.*did you mean 'shared'"):
+        agent_node("me", model, history="sharde")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("upcoming", [["b"], "b", {"b": "1"}, {"b": 0}])
+def test_who_reads_next_is_a_mapping_to_steps(upcoming: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="does not say who reads next"):
+        agent_node("me", ChatOffset(model="fake"), upcoming=upcoming)
+
+
+def test_a_wrapped_model_in_a_verbatim_history_must_keep_offsets_itself() -> None:
+    dropping = ChatOffset(model="fake").with_retry()
+    with pytest.raises(InvalidRequestError, match=r'wrapped in RunnableRetry.*author_offsets="keep"'):
+        agent_node("me", dropping, history="verbatim")
+    agent_node("me", ChatOffset(model="fake", author_offsets="keep").with_retry(), history="verbatim")
+    agent_node("me", dropping, history="shared")
+
+
+@pytest.mark.parametrize(
+    ("told", "because"),
+    [
+        ({"strength": "0.5"}, "without its offset"),
+        ({"strength": float("nan")}, "without its offset"),
+        ({"strength": 10**400}, "without its offset"),
+        ({"offset_digest": ["x"]}, "another one now"),
+        ({"domain": "nowhere"}, "nowhere"),
+    ],
+)
+def test_whatever_a_replys_metadata_hold_the_turn_goes_on_without_its_offset(
+    team_runtime: OffsetRuntime, caplog: pytest.LogCaptureFixture, told: dict[str, Any], because: str
+) -> None:
+    model = ChatOffset(model="fake", domain="news-turn", runtime=team_runtime, max_tokens=4, author_offsets="keep")
+    reply = model.invoke("hello")
+    forged = reply.model_copy(update={"response_metadata": {**reply.response_metadata, **told}})
+
+    assert model.invoke([HumanMessage("hello"), forged, HumanMessage("and?")]).text
+
+    assert because in caplog.text
+
+
+def test_replies_of_other_models_are_merged_as_ever_where_offsets_are_kept(team_runtime: OffsetRuntime) -> None:
+    model = ChatOffset(model="fake", runtime=team_runtime, max_tokens=4)
+    history = [HumanMessage("hello"), AIMessage("good"), AIMessage("day"), HumanMessage("and?")]
+    assert model.invoke(history, author_offsets="keep").text == model.invoke(history).text
+
+
+def test_langchains_cache_of_replies_is_shared_by_threads(team_runtime: OffsetRuntime) -> None:
+    set_llm_cache(InMemoryCache())
+    try:
+        model = ChatOffset(model="fake", runtime=team_runtime, max_tokens=4)
+        node = agent_node("me", model, upcoming={"me": 1})
+        for thread in ("1", "2"):
+            node.invoke({"messages": [HumanMessage("hello")]}, {"configurable": {"thread_id": thread}})
+    finally:
+        set_llm_cache(None)
+    assert team_runtime.engine.cache_figures.entries == 1
+    assert team_runtime.engine.cache_figures.hit_tokens == 0, "the second was answered without the engine"

@@ -275,6 +275,10 @@ def test_a_folder_for_state_that_is_none_stops_run_before_the_model_is_loaded(
         assert f"cannot keep state in {folder}: " in result.stderr
         assert "Traceback" not in result.stderr
     assert invoke("run", workflow, "hello", "--kv-dir", tmp_path, "--kv-max-mb", "0").exit_code == 2
+    empty = invoke("run", workflow, "hello", "--kv-dir", "")
+    assert (empty.exit_code, "--kv-dir is empty" in empty.stderr) == (2, True)
+    alone = invoke("run", workflow, "hello", "--kv-max-mb", "10")
+    assert (alone.exit_code, "give --kv-dir DIR too" in alone.stderr) == (2, True)
 
 
 def test_an_interrupted_run_keeps_what_was_read(
