@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from patterns import CHAIN, FORK, LOOP, workflow
 
 from offset_runtime.graphs.flow import endless_cycles, reachable, upcoming
-from offset_runtime.graphs.schema import Workflow
 
 
 def follows(**sets: str) -> dict[str, list[frozenset[str]]]:
@@ -43,29 +43,6 @@ def test_a_node_reaches_itself_only_by_a_cycle() -> None:
     ways = follows(a="b", b="a", c="a")
     assert "a" in reachable("a", ways)
     assert "c" not in reachable("c", ways)
-
-
-def workflow(edges: list[dict[str, object]], **agents: dict[str, object]) -> Workflow:
-    return Workflow.model_validate(
-        {"version": 1, "name": "w", "model": {"base": "fake"}, "agents": agents, "edges": edges}
-    )
-
-
-CHAIN: list[dict[str, object]] = [
-    {"source": "START", "target": "a"},
-    {"source": "a", "target": "b"},
-    {"source": "b", "target": "END"},
-]
-FORK: list[dict[str, object]] = [
-    {"source": "START", "target": ["a", "b"]},
-    {"source": ["a", "b"], "target": "c"},
-    {"source": "c", "target": "END"},
-]
-LOOP: list[dict[str, object]] = [
-    {"source": "START", "target": "a"},
-    {"source": "a", "target": "b"},
-    {"source": "b", "path": "reply_contains", "targets": {"again": "a", "*": "END"}},
-]
 
 
 def test_upcoming_counts_the_fewest_steps_to_each_agents_turn() -> None:

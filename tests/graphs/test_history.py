@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
+from patterns import CHAIN, FORK, LOOP, workflow
+
 from offset_runtime.graphs.history import history
-from offset_runtime.graphs.schema import Workflow
-
-
-def workflow(edges: list[dict[str, object]], **agents: dict[str, object]) -> Workflow:
-    return Workflow.model_validate(
-        {"version": 1, "name": "w", "model": {"base": "fake"}, "agents": agents, "edges": edges}
-    )
-
-
-CHAIN: list[dict[str, object]] = [
-    {"source": "START", "target": "a"},
-    {"source": "a", "target": "b"},
-    {"source": "b", "target": "END"},
-]
-FORK: list[dict[str, object]] = [
-    {"source": "START", "target": ["a", "b"]},
-    {"source": ["a", "b"], "target": "c"},
-    {"source": "c", "target": "END"},
-]
-LOOP: list[dict[str, object]] = [
-    {"source": "START", "target": "a"},
-    {"source": "a", "target": "b"},
-    {"source": "b", "path": "reply_contains", "targets": {"again": "a", "*": "END"}},
-]
 
 
 def test_agents_one_after_another_have_separate_histories_and_other_patterns_share_one() -> None:
