@@ -17,7 +17,8 @@ import numpy.typing as npt
 from offset_runtime.backends.base import Backend
 from offset_runtime.cache import NO_ROOM, CacheEntry, PrefixCache
 from offset_runtime.errors import InvalidRequestError, OffsetError
-from offset_runtime.state_folder import StateEntry, StateFolder
+from offset_runtime.state_file import StateEntry
+from offset_runtime.state_folder import StateFolder
 
 _log = logging.getLogger(__name__)
 

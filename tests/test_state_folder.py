@@ -217,7 +217,7 @@ def test_a_damaged_file_is_left_out_with_a_warning_and_written_anew(
 def test_symbols_that_are_none_are_damage_though_their_name_fits(
     folder: StateFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, symbols: str
 ) -> None:
-    monkeypatch.setattr("offset_runtime.state_folder._symbols_json", lambda _: symbols)
+    monkeypatch.setattr("offset_runtime.state_file._symbols_json", lambda _: symbols)
     folder.write(KEY, SYMBOLS, STATE)
     assert folder.entries(KEY) == []
     assert "does not say what its state was read from" in caplog.text
