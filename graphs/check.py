@@ -36,8 +36,8 @@ def find_problems(workflow: Workflow, *, files: bool) -> list[Finding]:
 
 
 def find_model_problems(workflow: Workflow, runtime: OffsetRuntime) -> list[Finding]:
-    """Return what does not fit the base model of `runtime`: offsets made for another, and `max_tokens`."""
-    problems = list(_context_problems(workflow, runtime))
+    """Return what does not fit the base model of `runtime`, or what it lacks: a template, offsets, room for replies."""
+    problems = [*_template_problems(workflow, runtime), *_context_problems(workflow, runtime)]
     for domain, location, path in _offset_files(workflow):
         try:
             runtime.offset(DomainOffset.load(path).renamed(domain))
@@ -193,6 +193,15 @@ def _offset_files(workflow: Workflow) -> Iterator[tuple[str, Location, Path]]:
         if workflow.store is not None and agent.domain in stored and agent.domain not in workflow.domains:
             assert agent.domain is not None
             yield agent.domain, ("agents", name, "domain"), OffsetStore(workflow.store).path(agent.domain)
+
+
+def _template_problems(workflow: Workflow, runtime: OffsetRuntime) -> Iterator[Problem]:
+    if not runtime.backend.tokenizer.has_chat_template:
+        yield (
+            ("model", "base"),
+            f"{workflow.model.base} has no chat template, and agents speak in chats; choose a model that is tuned for "
+            "chat or instructions",
+        )
 
 
 def _context_problems(workflow: Workflow, runtime: OffsetRuntime) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from offset_runtime.graphs.builder import WorkflowGraph, agent_offsets, build_gr
 from offset_runtime.graphs.check import find_model_problems, find_problems
 from offset_runtime.graphs.checkpoints import sqlite_checkpoints
 from offset_runtime.graphs.findings import raise_findings
+from offset_runtime.graphs.history import history
 from offset_runtime.graphs.loader import load_workflow, read_workflow
 from offset_runtime.graphs.runner import run_workflow
 from offset_runtime.graphs.saved_state import SavedState
@@ -95,7 +96,7 @@ def run(
         if saver is not None and not resume:
             _say_if_continued(graph, config)
         with SavedState(runtime, folder) as saved:
-            warm_up(loaded, runtime, thread=thread)
+            warm_up(loaded, runtime, thread=thread, steps_away=2)
             # Closed before the checkpoint is read: until then agents go on.
             with _hint_at_resume(graph, config), contextlib.closing(run_workflow(graph, text, config=config)) as events:
                 show_events(events, offsets=offsets, console=output(), as_json=as_json)
@@ -117,7 +118,7 @@ def check(workflow: WorkflowPath, load: Load = False) -> None:
         fit = f"; all offsets fit {loaded.model.base}"
     typer.echo(
         f"{workflow}: no problems in {len(loaded.agents)} agents, {len(loaded.domains)} domains and "
-        f"{len(loaded.edges)} edges{fit}"
+        f"{len(loaded.edges)} edges; history: {history(loaded)}{'' if loaded.history else ' (by its pattern)'}{fit}"
     )
 
 

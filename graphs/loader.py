@@ -181,6 +181,8 @@ def _unknown_key(location: Location) -> str:
     valid = _keys(parent)
     if key in valid:
         return f"key {key!r}{_inside(parent)} is there twice under two spellings; keep one"
+    if parent and key in _keys(()):
+        return f"unknown key {key!r}{_inside(parent)}; it is a key of the workflow, at its top level"
     return f"unknown key {key!r}{_inside(parent)}{nearest_hint(key, valid) or '; known keys: ' + ', '.join(valid)}"
 
 

@@ -50,7 +50,7 @@ class SavedState:
         if self._folder is None:
             return ""
         return (
-            f"saved state in {self._folder.path}: {self._restored} entries restored "
-            f"({self._folder.read_bytes / 1e6:.1f} MB read), {self._saved} kept "
-            f"({self._folder.written_bytes / 1e6:.1f} MB written)"
+            f"state in {self._folder.path}: entries restored: {self._restored} "
+            f"({self._folder.read_bytes / 1e6:.1f} MB read), kept for the next run: {self._saved} "
+            f"({self._folder.written_bytes / 1e6:.1f} MB newly written)"
         )

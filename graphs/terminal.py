@@ -110,7 +110,7 @@ def memory_line(runtime: OffsetRuntime, offsets: Mapping[str, DomainOffset | Non
         f"in memory: 1 base model of {runtime.backend.model_bytes() / 1e6:.0f} MB on {runtime.backend.name} "
         f"for {len(offsets)} agents, "
         f"{len(unique)} domain offsets of {sum(unique.values()) / 1e3:.0f} KB together, and a prefix cache of "
-        f"{cache.bytes / 1e6:.1f} MB ({cache.entries} entries, {cache.evictions} evicted)"
+        f"{cache.bytes / 1e6:.1f} MB (entries: {cache.entries}, evicted: {cache.evictions})"
     )
 
 

@@ -15,17 +15,20 @@ from offset_runtime.runtime import OffsetRuntime
 _log = logging.getLogger(__name__)
 
 
-def warm_up(workflow: Workflow, runtime: OffsetRuntime, *, thread: str = "") -> int:
+def warm_up(workflow: Workflow, runtime: OffsetRuntime, *, thread: str = "", steps_away: int = 1) -> int:
     """Have the system prompts of `workflow`'s agents read, each once the engine has nothing else to do.
 
     Returns at once, with the number of tokens. Agents of a shared or verbatim history begin with the transcript, so
-    there is nothing to read ahead. `thread`: the id of the thread that is to run.
+    there is nothing to read ahead. `thread`: the id of the thread that is to run. `steps_away`: how far off, at the
+    least, the turns of those agents are (1: the first); of a run that starts now, 2 leaves out those whose prompts are
+    read anyhow.
     """
     if history(workflow) != "separate":
         return 0
     expected = upcoming(workflow, START)
     first = sorted(expected, key=lambda name: expected[name])
-    return sum(_warm(runtime, workflow, name, Reuse(thread, name, expected)) for name in first)
+    later = [name for name in first if expected[name] >= steps_away]
+    return sum(_warm(runtime, workflow, name, Reuse(thread, name, expected)) for name in later)
 
 
 def _warm(runtime: OffsetRuntime, workflow: Workflow, name: str, reuse: Reuse) -> int:

@@ -43,17 +43,17 @@ def save_entries(cache: PrefixCache, backend: Backend, folder: StateFolder, on_t
     raises.
     """
     _check_can_save(backend)
-    key, now, saved = on_thread(backend.state_key), time.time_ns(), 0
-    for age, entry in enumerate(on_thread(cache.entries)):
+    key, now = on_thread(backend.state_key), time.time_ns()
+    entries = on_thread(cache.entries)
+    for age, entry in enumerate(entries):
         used_ns = now - age * _APART_NS
         if folder.touch(key, entry.symbols, used_ns):
-            saved += 1
             continue
         tensors = on_thread(partial(_export, cache, backend, entry))
         if tensors is not None:
-            saved += folder.write(key, entry.symbols, tensors, used_ns)
+            folder.write(key, entry.symbols, tensors, used_ns)
     folder.trim()
-    return saved
+    return sum(folder.holds(key, entry.symbols) for entry in entries)
 
 
 def restore_entries(

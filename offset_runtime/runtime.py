@@ -16,7 +16,7 @@ from offset_runtime.backends.base import Backend, Message
 from offset_runtime.chat import chat_prompt, chat_turns, check_text
 from offset_runtime.documents import Document
 from offset_runtime.engine import Engine, EngineSettings
-from offset_runtime.errors import InvalidRequestError, PromptFormatError, StateFolderError, UnknownDomainError
+from offset_runtime.errors import InvalidRequestError, PromptFormatError, UnknownDomainError
 from offset_runtime.layout import lay_out
 from offset_runtime.models import ModelSpec, load_backend
 from offset_runtime.offset import DomainOffset, PromptFormat
@@ -255,10 +255,12 @@ class OffsetRuntime:
     def restore_state(self, folder: str | os.PathLike[str] | StateFolder) -> int:
         """Take saved state of this model back into the prefix cache, and return how many entries; see `Engine`.
 
-        Raises `StateFolderError` for a path that is no folder, and what `Engine.restore_state` raises.
+        0 where the folder is not there yet. Raises `StateFolderError` for a path that is no folder, and what
+        `Engine.restore_state` raises.
         """
-        if not isinstance(folder, StateFolder) and not Path(folder).is_dir():
-            raise StateFolderError(f"there is no folder {folder} to restore state from; save_state makes one")
+        if not isinstance(folder, StateFolder) and not Path(folder).exists():
+            # Nothing was saved yet; `save_state` makes the folder.
+            return 0
         return self.engine.restore_state(self._state_folder(folder, DEFAULT_MAX_BYTES))
 
     @property

@@ -104,14 +104,19 @@ class StateFolder:
         self.read_bytes += len(data)
         return tensors
 
+    def holds(self, key: str, symbols: Sequence[Symbol]) -> bool:
+        """Whether there is a file of this state that is not known to be damaged."""
+        path = self._path(key, symbols)
+        # No pipe may be opened: that would wait for its other end.
+        return path not in self.damaged and path.is_file()
+
     def touch(self, key: str, symbols: Sequence[Symbol], used_ns: int | None = None) -> bool:
         """Set when a saved state was last used; False where the folder has none, or only a damaged one.
 
         `used_ns`: nanoseconds since 1970, None: now.
         """
         path = self._path(key, symbols)
-        # No pipe may be opened: that would wait for its other end.
-        if path in self.damaged or not path.is_file():
+        if not self.holds(key, symbols):
             return False
         try:
             read_entry(path)

@@ -21,7 +21,6 @@ from offset_runtime.errors import (
     OffsetFileError,
     PromptFormatError,
     QueueFullError,
-    StateFolderError,
     UnknownDomainError,
 )
 from offset_runtime.identity import BaseIdentity
@@ -379,8 +378,8 @@ def test_a_file_damaged_between_two_runs_is_saved_anew(tmp_path: Path) -> None:
 
 
 def test_there_is_nothing_to_restore_from_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with OffsetRuntime(FakeBackend()) as runtime, pytest.raises(StateFolderError, match="there is no folder"):
-        runtime.restore_state(tmp_path / "typo")
+    with OffsetRuntime(FakeBackend()) as runtime:
+        assert runtime.restore_state(tmp_path / "typo") == 0
     assert not (tmp_path / "typo").exists()
 
 
@@ -390,5 +389,7 @@ def test_saving_with_a_smaller_limit_makes_the_folder_smaller(tmp_path: Path) ->
             runtime.run(Request(tuple(text), (), SamplingParams(max_tokens=2)))
         runtime.save_state(tmp_path)
         size = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert runtime.save_state(tmp_path, max_bytes=size - 1) == 1
+        assert runtime.save_state(tmp_path, max_bytes=10) == 0
         runtime.save_state(tmp_path, max_bytes=size - 1)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < size

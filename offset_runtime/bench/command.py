@@ -45,7 +45,9 @@ def bench(
     llama_cpp: LlamaCppOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure on your own model what domains cost: ratios, their goals, and a control for each. Takes minutes.
+    """Measure on your own model what domains cost: ratios, their goals, and a control for each.
+
+    All cases together take most of an hour on 2 cores; --only chooses some.
 
     [bold]Example[/bold]: offset-runtime bench -m smollm2-135m --only prefill --only decode_step
     """

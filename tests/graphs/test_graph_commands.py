@@ -146,8 +146,11 @@ def test_an_offset_of_another_base_stops_run_before_any_agent_speaks(
 
 def test_check_says_what_it_checked(write_workflow: Write, invoke: Callable[..., Result]) -> None:
     path = write_workflow(GOOD)
-    assert invoke("graph", "check", path).output == f"{path}: no problems in 2 agents, 0 domains and 3 edges\n"
-    assert invoke("graph", "check", path, "--load").output.endswith("3 edges; all offsets fit fake\n")
+    found = f"{path}: no problems in 2 agents, 0 domains and 3 edges; history: separate (by its pattern)"
+    assert invoke("graph", "check", path).output == f"{found}\n"
+    assert invoke("graph", "check", path, "--load").output == f"{found}; all offsets fit fake\n"
+    named = write_workflow(GOOD + "history: verbatim\n")
+    assert "3 edges; history: verbatim\n" in invoke("graph", "check", named).output
 
 
 def test_draw_prints_mermaid_or_writes_a_picture(
@@ -239,9 +242,9 @@ def test_what_a_run_has_read_is_kept_for_the_next(
         assert result.exit_code == 0, result.output
         lines.append(result.stdout.splitlines()[-1])
         replies.append([line for line in result.stdout.splitlines() if " | " in line and "tokens/s" not in line])
-    assert lines[0].startswith(f"saved state in {folder}: 0 entries restored (0.0 MB read), 2 kept (")
-    assert lines[1].startswith(f"saved state in {folder}: 2 entries restored (")
-    assert lines[1].endswith("2 kept (0.0 MB written)")
+    assert lines[0].startswith(f"state in {folder}: entries restored: 0 (0.0 MB read), kept for the next run: 2 (")
+    assert lines[1].startswith(f"state in {folder}: entries restored: 2 (")
+    assert lines[1].endswith("kept for the next run: 2 (0.0 MB newly written)")
     assert replies[0] == replies[1]
     assert len(list(folder.iterdir())) == 2
     as_json = invoke("run", workflow, "hello", "--kv-dir", folder, "--json")
@@ -259,7 +262,7 @@ def test_damaged_state_is_warned_of_and_the_run_goes_on(
     commands.shared_runtimes.close()
     result = invoke("run", workflow, "hello", "--kv-dir", folder)
     assert result.exit_code == 0, result.output
-    assert "0 entries restored (0.0 MB read), 2 kept (" in result.stdout
+    assert "entries restored: 0 (0.0 MB read), kept for the next run: 2 (" in result.stdout
     assert caplog.text.count("is not used: ") == 2
 
 

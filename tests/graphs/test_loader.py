@@ -275,3 +275,18 @@ def test_backend_and_options_of_llama_cpp_are_read(write_workflow: Write) -> Non
     model = "{base: fake, backend: llama_cpp, llama_cpp: {n_ctx: 4096, type_k: q8_0}}"
     spec = read_workflow(write_workflow(with_line("{base: fake}", model))).model.spec()
     assert spec == ModelSpec(base="fake", backend="llama_cpp", llama_cpp=LlamaCppOptions(n_ctx=4096, type_k="q8_0"))
+
+
+def test_a_key_of_the_workflow_in_an_agent_is_pointed_to_its_place(write_workflow: Callable[[str], Path]) -> None:
+    path = write_workflow("""
+        version: 1
+        name: w
+        model: {base: fake}
+        agents:
+          a: {history: shared}
+        edges:
+          - {source: START, target: a}
+          - {source: a, target: END}
+    """)
+    with pytest.raises(WorkflowError, match=r"line 5: unknown key 'history' in agent 'a'; it is a key of the workflow"):
+        read_workflow(path)
