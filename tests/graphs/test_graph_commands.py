@@ -149,7 +149,7 @@ def test_check_says_what_it_checked(write_workflow: Write, invoke: Callable[...,
     found = f"{path}: no problems in 2 agents, 0 domains and 3 edges; history: separate (by its pattern)"
     assert invoke("graph", "check", path).output == f"{found}\n"
     assert invoke("graph", "check", path, "--load").output == f"{found}; all offsets fit fake\n"
-    named = write_workflow(GOOD + "history: verbatim\n")
+    named = write_workflow(GOOD.replace("    agents:", "    history: verbatim\n    agents:"))
     assert "3 edges; history: verbatim\n" in invoke("graph", "check", named).output
 
 
