@@ -88,13 +88,22 @@ def plot(rows: list[Row], target: Path) -> None:
             label = f"{anchor}, {'no history' if key == 'none-0' else '64 tokens of another domain'}"
             middles = [statistics.mean(m) for m in means]
             low, high = ([abs(f(m) - x) for m, x in zip(means, middles, strict=True)] for f in (min, max))
-            left.errorbar(counts, middles, (low, high), fmt=f"o{style}", color=colours[anchor], label=label, capsize=3)
+            left.errorbar(
+                counts,
+                middles,
+                (low, high),
+                fmt=f"o{style}",
+                markersize=4,
+                color=colours[anchor],
+                label=label,
+                capsize=3,
+            )
         deep = [row for row in ours if row["on_other_domains"]]
         for kind, style in (("own", "-"), ("off", "--")):
             keys = ["none-0", f"{kind}-64", f"{kind}-256"]
             values = [statistics.mean(row["gain"][key] for row in deep) for key in keys]
             label = f"{anchor}, history of {'its own' if kind == 'own' else 'another'} domain"
-            middle.plot([0, 64, 256], values, f"o{style}", color=colours[anchor], label=label)
+            middle.plot([0, 64, 256], values, f"o{style}", markersize=4, color=colours[anchor], label=label)
         right.scatter(
             [row["kl"] for row in ours],
             [row["gain"]["none-0"] for row in ours],
@@ -113,10 +122,11 @@ def plot(rows: list[Row], target: Path) -> None:
         xlabel="retention: KL to the base, nats", ylabel="gain without history, %", title="Gain against retention"
     )
     for axes in (left, middle, right):
-        axes.set_ylim(bottom=0)
+        # Room for the legend above the lines.
+        axes.set_ylim(0, 1.32 * axes.dataLim.ymax)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7.5, frameon=False)
+        axes.legend(fontsize=7.5, frameon=False, handlelength=3.5, loc="upper left")
     left.minorticks_off()
     figure.savefig(target, dpi=120)
 
