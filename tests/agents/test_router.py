@@ -169,6 +169,13 @@ def test_the_node_goes_to_the_domains_target_and_keeps_the_scores(router: Domain
         assert state["routes"] == {"desk": {"route": domain, "scores": pytest.approx(expected)}}
 
 
+def test_a_state_without_routes_keeps_no_scores(router: DomainRouter) -> None:
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("desk", router.node("desk", {"*": "END"}), destinations=(END,))
+    graph.add_edge(START, "desk")
+    assert set(graph.compile().invoke({"messages": [("user", "hello")]})) == {"messages"}
+
+
 def test_the_node_goes_to_the_star_where_unsure(law: ChatOffset) -> None:
     state = asyncio.run(graph_of(DomainRouter(law, DOMAINS, margin=1e6)).ainvoke({"messages": [("user", "hello")]}))
     assert [message.text for message in state["messages"]] == ["hello"]
