@@ -1,8 +1,10 @@
-"""LangChain chat model and LLM, and agents with a domain."""
+"""LangChain chat model and LLM, agents with a domain, and likelihood under a domain as a router and a re-ranker."""
 
 from offset_runtime.agents.chat_model import ChatOffset
 from offset_runtime.agents.llm import OffsetLLM
 from offset_runtime.agents.node import agent_node
+from offset_runtime.agents.reranker import OffsetReranker
+from offset_runtime.agents.router import DomainRouter, RoutedState
 from offset_runtime.agents.transcript import History
 
-__all__ = ["ChatOffset", "History", "OffsetLLM", "agent_node"]
+__all__ = ["ChatOffset", "DomainRouter", "History", "OffsetLLM", "OffsetReranker", "RoutedState", "agent_node"]

@@ -10,7 +10,7 @@ from langgraph.constants import START as GRAPH_START
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
-from offset_runtime.agents import ChatOffset, agent_node
+from offset_runtime.agents import ChatOffset, DomainRouter, RoutedState, agent_node
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS
 from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import raise_findings
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 WorkflowGraph = CompiledStateGraph[MessagesState, None, MessagesState, MessagesState]
 
+# No agent's name has a full stop.
+ROUTE = "route."
+
 _GRAPH_NAMES = {START: GRAPH_START, END: GRAPH_END}
 
 
@@ -38,17 +41,23 @@ def build_graph(
 ) -> WorkflowGraph:
     """Build the graph of `workflow`: a node for each agent, under its name, over ``messages``.
 
+    An edge with `route` is a node of its own, named as its source with `ROUTE` before it. What it found is in the
+    state, under ``routes`` and the source's name, as in `RoutedState`.
+
     The base model is loaded by the first reply, not here. `runtime` runs all agents on a loaded base
     instead of the one this process shares. Raises `WorkflowError` with everything that is wrong.
     """
     raise_findings(find_problems(workflow, files=False))
-    graph = StateGraph(MessagesState)
+    graph = StateGraph[Any, None, Any, Any](RoutedState if any(e.route for e in workflow.edges) else MessagesState)
     for name, agent in workflow.agents.items():
         ends = tuple(_graph_name(target) for target in (*agent.handoffs, END)) if agent.handoffs else None
         node = _node(workflow, name, agent, runtime)
         graph.add_node(name, node, metadata={"domain": agent.domain}, destinations=ends)
     for index, edge in enumerate(workflow.edges):
-        _add_edge(graph, edge, workflow.origin, index)
+        if edge.route:
+            _add_route(graph, workflow, edge, runtime)
+        else:
+            _add_edge(graph, edge, workflow.origin, index)
     return graph.compile(checkpointer=checkpointer, name=workflow.name)
 
 
@@ -125,9 +134,19 @@ def instructions(workflow: Workflow, agent: Agent) -> str:
     return f"{agent.system_prompt}\n\n{handoff_instruction(workflow.agents, agent.handoffs)}".lstrip()
 
 
-def _add_edge(
-    graph: StateGraph[MessagesState, None, MessagesState, MessagesState], edge: Edge, origin: Origin, index: int
+def _add_route(
+    graph: StateGraph[Any, None, Any, Any], workflow: Workflow, edge: Edge, runtime: OffsetRuntime | None
 ) -> None:
+    assert edge.targets is not None
+    [source] = edge.source
+    # An edge cannot write into the state, so a node between the two scores.
+    router = DomainRouter(chat_model(workflow, Agent(), runtime), edge.domains, margin=edge.margin or 0.0)
+    targets = {key: _graph_name(target) for key, target in edge.targets.items()}
+    graph.add_node(ROUTE + source, router.node(source, targets), destinations=tuple(dict.fromkeys(targets.values())))
+    graph.add_edge(_graph_name(source), ROUTE + source)
+
+
+def _add_edge(graph: StateGraph[Any, None, Any, Any], edge: Edge, origin: Origin, index: int) -> None:
     sources = [_graph_name(source) for source in edge.source]
     if edge.targets is not None:
         ends: dict[Any, str] = {key: _graph_name(target) for key, target in edge.targets.items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 from offset_runtime.errors import OffsetError, WorkflowError, nearest_hint
 from offset_runtime.graphs.findings import Finding
 from offset_runtime.graphs.flow import choices, endless_cycles, joins_behind_choice, reachable
-from offset_runtime.graphs.routing import ANY_REPLY, path_function
-from offset_runtime.graphs.schema import END, REPLY_CONTAINS, START, Edge, Location, Workflow
+from offset_runtime.graphs.routing import path_function
+from offset_runtime.graphs.schema import ANY, END, REPLY_CONTAINS, START, Edge, Location, Workflow
 from offset_runtime.offset import DomainOffset
 from offset_runtime.runtime import OffsetRuntime
 from offset_runtime.sampling import SamplingParams
@@ -55,13 +55,21 @@ def _findings(workflow: Workflow, problems: Iterable[Problem]) -> list[Finding]:
 def _domain_problems(workflow: Workflow) -> Iterator[Problem]:
     if workflow.store is not None and not Path(workflow.store).is_dir():
         yield ("store",), f"no folder {workflow.store}; expected a folder of offset files"
-    stored = _stored(workflow)
+    known = sorted({*workflow.domains, *_stored(workflow)})
+    listing = f"declared domains: {', '.join(known)}" if known else "no domain is declared under 'domains'"
+    for domain, location, user in _used_domains(workflow):
+        if domain not in known:
+            yield location, f"unknown domain {domain!r} of {user}; {listing}{nearest_hint(domain, known)}"
+
+
+def _used_domains(workflow: Workflow) -> Iterator[tuple[str, Location, str]]:
+    """Yield (domain, its place in the workflow, who has it), where agents and routes name one."""
     for name, agent in workflow.agents.items():
-        if agent.domain is not None and agent.domain not in workflow.domains and agent.domain not in stored:
-            known = sorted({*workflow.domains, *stored})
-            listing = f"declared domains: {', '.join(known)}" if known else "no domain is declared under 'domains'"
-            hint = nearest_hint(agent.domain, known)
-            yield ("agents", name, "domain"), f"unknown domain {agent.domain!r} of agent {name!r}; {listing}{hint}"
+        if agent.domain is not None:
+            yield agent.domain, ("agents", name, "domain"), f"agent {name!r}"
+    for index, edge in enumerate(workflow.edges):
+        for domain in edge.domains:
+            yield domain, ("edges", index, "targets", domain), f"the route from {' and '.join(edge.source)}"
 
 
 def _agent_problems(workflow: Workflow) -> Iterator[Problem]:
@@ -123,17 +131,21 @@ def _shape_problems(edge: Edge) -> Iterator[str]:
     if len(edge.source) > 1 and START in edge.source:
         yield "START cannot be waited for together with agents; leave it out of the list"
     if len(edge.source) > 1 and edge.conditional:
-        yield "an edge with 'path' has one source; write one edge for each"
+        yield f"an edge with {'route' if edge.route else 'path'!r} has one source; write one edge for each"
+    if edge.route and ANY not in (edge.targets or {}):
+        yield f"'route' needs a target for {ANY!r}, taken where no domain leads by the margin, and without any text"
+    if edge.route and len(edge.domains) < 2:
+        yield f"'route' needs two or more domains as keys of 'targets' to choose from; found {len(edge.domains)}"
     if edge.path == REPLY_CONTAINS and any(not key.strip() for key in edge.targets or {}):
-        yield f"{REPLY_CONTAINS!r} has a target with an empty key; name the words to look for, or {ANY_REPLY!r}"
-    if edge.path == REPLY_CONTAINS and ANY_REPLY not in (edge.targets or {}):
-        yield f"{REPLY_CONTAINS!r} needs a target for {ANY_REPLY!r}, taken where no other key is found in the reply"
+        yield f"{REPLY_CONTAINS!r} has a target with an empty key; name the words to look for, or {ANY!r}"
+    if edge.path == REPLY_CONTAINS and ANY not in (edge.targets or {}):
+        yield f"{REPLY_CONTAINS!r} needs a target for {ANY!r}, taken where no other key is found in the reply"
 
 
 def _edge_keys(edge: Edge) -> list[tuple[str, ...]]:
     """What makes two edges the same: plain ones by source and target, conditional ones by source and path."""
     sources = tuple(sorted(edge.source))
-    ends = [f"path {edge.path}"] if edge.conditional else edge.ends
+    ends = [f"route {edge.route}" if edge.route else f"path {edge.path}"] if edge.conditional else edge.ends
     return [(*sources, end) for end in ends]
 
 
@@ -189,10 +201,9 @@ def _offset_files(workflow: Workflow) -> Iterator[tuple[str, Location, Path]]:
     for domain, path in workflow.domains.items():
         yield domain, ("domains", domain), Path(path)
     stored = _stored(workflow)
-    for name, agent in workflow.agents.items():
-        if workflow.store is not None and agent.domain in stored and agent.domain not in workflow.domains:
-            assert agent.domain is not None
-            yield agent.domain, ("agents", name, "domain"), OffsetStore(workflow.store).path(agent.domain)
+    for domain, location, _ in _used_domains(workflow):
+        if workflow.store is not None and domain in stored and domain not in workflow.domains:
+            yield domain, location, OffsetStore(workflow.store).path(domain)
 
 
 def _template_problems(workflow: Workflow, runtime: OffsetRuntime) -> Iterator[Problem]:

@@ -51,7 +51,19 @@ class WorkflowFinished:
     cached_tokens: int = 0
 
 
-WorkflowEvent = AgentStarted | AgentToken | AgentFinished | WorkflowFinished
+@dataclass(frozen=True, slots=True)
+class RouteChosen:
+    """Where the last message goes behind `source`, an agent or START: to `domain`; None is unsure.
+
+    `scores`: by how many nats a token each domain finds it more likely than the plain base does.
+    """
+
+    source: str
+    domain: str | None
+    scores: dict[str, float]
+
+
+WorkflowEvent = AgentStarted | AgentToken | AgentFinished | RouteChosen | WorkflowFinished
 
 
 def event_record(event: WorkflowEvent) -> dict[str, Any]:

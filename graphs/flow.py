@@ -44,7 +44,7 @@ def upcoming(workflow: Workflow, node: str) -> dict[str, int]:
 def joins_behind_choice(workflow: Workflow) -> Iterator[tuple[int, str]]:
     """Yield (index of an edge, choosing node) of every join that waits for agents of which only one way is taken.
 
-    A choice is an edge with ``reply_contains`` or the handoffs of an agent; a `path` function may return
+    A choice is an edge with ``reply_contains``, a route or the handoffs of an agent; a `path` function may return
     several keys, so it can send both. A choice in a cycle is left out too: it may take another way next time.
     """
     for index, edge in enumerate(workflow.edges):
@@ -66,7 +66,8 @@ def joins_behind_choice(workflow: Workflow) -> Iterator[tuple[int, str]]:
 
 def _exclusive(workflow: Workflow) -> list[tuple[str, frozenset[str]]]:
     """The nodes that go on to exactly one of several, with those."""
-    found = [(e.source[0], frozenset(_known(e.ends, workflow))) for e in workflow.edges if e.path == REPLY_CONTAINS]
+    choosing = [edge for edge in workflow.edges if edge.path == REPLY_CONTAINS or edge.route]
+    found = [(edge.source[0], frozenset(_known(edge.ends, workflow))) for edge in choosing]
     handoffs = {name: agent.handoffs for name, agent in workflow.agents.items() if agent.handoffs}
     found += [(name, frozenset({*_known(ends, workflow), END})) for name, ends in handoffs.items()]
     return [(node, ends) for node, ends in found if len(ends) > 1]

@@ -17,9 +17,7 @@ from typing import Any
 from langgraph.errors import GraphBubbleUp
 
 from offset_runtime.errors import WorkflowError, nearest_hint
-from offset_runtime.graphs.schema import END, REPLY_CONTAINS, Agent, Edge
-
-ANY_REPLY = "*"
+from offset_runtime.graphs.schema import ANY, END, REPLY_CONTAINS, Agent, Edge
 
 State = Mapping[str, Any]
 PathFunction = Callable[[State], object]
@@ -146,12 +144,12 @@ def handoff_route(agent: str, handoffs: Sequence[str]) -> Callable[[str], str]:
 
 
 def _reply_contains(targets: Mapping[str, str]) -> PathFunction:
-    words = {key: _whole(key.strip().casefold()) for key in targets if key != ANY_REPLY}
+    words = {key: _whole(key.strip().casefold()) for key in targets if key != ANY}
 
     def first_contained(state: State) -> str:
         messages = state.get("messages") or []
         reply = str(messages[-1].text).casefold() if messages else ""
-        return next((key for key, pattern in words.items() if pattern.search(reply)), ANY_REPLY)
+        return next((key for key, pattern in words.items() if pattern.search(reply)), ANY)
 
     return first_contained
 

@@ -18,7 +18,14 @@ from langgraph.graph import END
 
 from offset_runtime.errors import WorkflowError
 from offset_runtime.graphs.builder import WorkflowGraph
-from offset_runtime.graphs.events import AgentFinished, AgentStarted, AgentToken, WorkflowEvent, WorkflowFinished
+from offset_runtime.graphs.events import (
+    AgentFinished,
+    AgentStarted,
+    AgentToken,
+    RouteChosen,
+    WorkflowEvent,
+    WorkflowFinished,
+)
 from offset_runtime.request import Timings, Usage
 
 # LangGraph's own limit is 10,007 steps, which on a local model is days of two agents going round.
@@ -217,10 +224,13 @@ def _token(data: tuple[Any, dict[str, Any]]) -> AgentToken | None:
     return AgentToken(metadata["langgraph_node"], metadata.get("domain"), str(message.text))
 
 
-def _finished(task: dict[str, Any]) -> AgentFinished | None:
+def _finished(task: dict[str, Any]) -> AgentFinished | RouteChosen | None:
     # The same mode tells of tasks that begin, among them those whose outcome a checkpoint has.
     if not task.get("result"):
         return None
+    if "routes" in task["result"]:
+        [(source, found)] = task["result"]["routes"].items()
+        return RouteChosen(source, found["route"], found["scores"])
     reply = task["result"]["messages"][-1]
     told, tokens = reply.response_metadata, reply.usage_metadata
     cached_tokens = tokens.get("input_token_details", {}).get("cache_read", 0)

@@ -29,6 +29,8 @@ from offset_runtime.models import BackendName, ModelSpec
 START = "START"
 END = "END"
 REPLY_CONTAINS = "reply_contains"
+# The key of `targets` for whatever no other key is for.
+ANY = "*"
 
 # A place in the file: the keys and indices that lead to it, such as ("agents", "legal", "domain").
 Location = tuple[str | int, ...]
@@ -153,26 +155,45 @@ class Edge(_Section):
     parallel, or `path` with `targets`: `path` names a function ``module:function`` that is called with
     the state and returns a key of `targets`, or several; or it is ``reply_contains``, which takes the
     first key that the last reply contains as whole words, upper or lower case, and ``*`` where none is found.
+
+    Or `route` is ``likelihood`` and the keys of `targets` are domains: the last message goes to that of the domain
+    whose offset makes it likeliest, and to ``*`` where it leads the next by less than `margin` (nats a token; 0 where
+    left out).
     """
 
     source: Nodes = Field(validation_alias=AliasChoices("source", "from"))
     target: Nodes | None = Field(default=None, validation_alias=AliasChoices("target", "to"))
     path: str | None = None
+    route: Literal["likelihood"] | None = None
+    margin: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     targets: dict[str, Node] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _plain_or_conditional(self) -> Self:
-        if self.target is not None and (self.path is not None or self.targets is not None):
-            raise ValueError("found 'target' beside 'path' or 'targets'; an edge has either")
-        if self.target is None and self.path is None and self.targets is None:
-            raise ValueError("found no 'target'; expected 'target', or 'path' with 'targets'")
-        if self.target is None and (self.path is None or self.targets is None):
-            raise ValueError("'path' and 'targets' go together; one of them is missing")
+        chosen = [key for key in ("path", "route") if getattr(self, key) is not None]
+        if len(chosen) == 2:
+            raise ValueError("found 'path' beside 'route'; an edge has either")
+        if self.margin is not None and self.route is None:
+            raise ValueError("found 'margin' without 'route: likelihood', which alone has one; leave it out")
+        if self.target is not None and (chosen or self.targets is not None):
+            others = "'route'" if self.route else "'path'"
+            raise ValueError(f"found 'target' beside {others} or 'targets'; an edge has either")
+        if self.target is None and not chosen and self.targets is None:
+            raise ValueError("found no 'target'; expected 'target', or 'path' or 'route' with 'targets'")
+        if self.target is None and not chosen:
+            raise ValueError("'targets' go together with 'path' or 'route'; both are missing")
+        if self.target is None and self.targets is None:
+            raise ValueError(f"{chosen[0]!r} and 'targets' go together; one of them is missing")
         return self
 
     @property
     def conditional(self) -> bool:
         return self.targets is not None
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains a `route` chooses from."""
+        return tuple(key for key in self.targets or {} if key != ANY) if self.route else ()
 
     @property
     def ends(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from offset_runtime.graphs.events import (
     AgentFinished,
     AgentStarted,
     AgentToken,
+    RouteChosen,
     WorkflowEvent,
     WorkflowFinished,
     event_record,
@@ -168,6 +169,8 @@ class _LiveView:
             case AgentFinished(agent, domain, reply):
                 self._running.pop(agent, None)
                 self._console.print(self._panel(agent, domain, _text(reply), _summary(event)))
+            case RouteChosen():
+                self._console.print(_chosen(event))
             case WorkflowFinished():
                 self._console.print(_closing(event))
 
@@ -216,6 +219,8 @@ class _PlainView:
             case AgentFinished(agent):
                 self._flush(agent)
                 self._write(agent, f"[{_summary(event)}]")
+            case RouteChosen():
+                self._console.print(_chosen(event), soft_wrap=True)
             case WorkflowFinished():
                 self._console.print(_closing(event))
 
@@ -275,6 +280,11 @@ def _summary(turn: AgentFinished) -> str:
     speed = "" if rate == "-" else f", {rate} tokens/s"
     cut = "" if turn.finish_reason == "stop" else f", ended by {turn.finish_reason}"
     return f"{turn.usage.output_tokens} tokens{speed}{cut}"
+
+
+def _chosen(event: RouteChosen) -> Text:
+    scores = ", ".join(f"{domain} {score:+.2f}" for domain, score in event.scores.items())
+    return Text(f"route from {event.source}: {event.domain or 'unsure'}{f' ({scores})' if scores else ''}", style="dim")
 
 
 def _closing(event: WorkflowFinished) -> Text:

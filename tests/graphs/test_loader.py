@@ -135,7 +135,7 @@ def test_missing_keys_are_all_named(write_workflow: Write) -> None:
 
 def test_an_edge_without_a_target_says_what_an_edge_needs(write_workflow: Write) -> None:
     [problem] = problems(write_workflow(with_line("{source: reporter, target: END}", "{source: reporter}")))
-    assert problem == "line 8: edge 2: found no 'target'; expected 'target', or 'path' with 'targets'"
+    assert problem == "line 8: edge 2: found no 'target'; expected 'target', or 'path' or 'route' with 'targets'"
 
 
 def test_an_edge_with_both_kinds_of_target_is_refused(write_workflow: Write) -> None:
