@@ -42,7 +42,16 @@ _JSON_STYLE = {
     "key_separator": ": ",
     "lenient": False,
     "coerce_one_of": False,
+    # One spelling for every text: no "\\u0061" that is a property's name and yet not known for it.
+    "json_allowed_escapes": '"\\\\bfnrt',
 }
+# What llguidance would read past: options of its own, and keywords of the third draft of JSON Schema.
+_READ_PAST = frozenset({"x-guidance", "divisibleBy", "disallow", "extends"})
+# What needs such an escape, llguidance would leave out of a constant or of a pattern (a class in it may have them).
+_CONTROL = re.compile(
+    r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av0c]|\\[xu]\{?0*(?:[01]?[0-9a-fA-F]|7[fF])(?![0-9a-fA-F])|\\p\{C"
+)
+_CLASS = re.compile(r"\[(?:\^|[^\]]+-)(?:\\.|[^\]\\])*\]")
 _UNSUPPORTED_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
 # In a schema, what lies under these is named by the user, or is data.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -112,22 +121,21 @@ class Constraint:
             return LLMatcher.grammar_from_regex(self.source)
         if self.kind == "lark":
             return LLMatcher.grammar_from_lark(self.source)
-        schema = json.loads(self.source)
-        if isinstance(schema, dict) and "x-guidance" in schema:
-            # It would change what the schema means.
-            raise ValueError('Unimplemented keys: ["x-guidance"]')
+        for key, value, place in _keywords(json.loads(self.source)):
+            # A name that comes twice would count twice.
+            if key in _READ_PAST or (key == "minProperties" and value not in (0, 1)):
+                raise ValueError(_cannot(key, place))
+            if _spells_control(key, value):
+                raise ValueError(_cannot(f"{key} with a control character", place))
         return LLMatcher.grammar_from_json_schema(self.source, overrides=_JSON_STYLE)  # type: ignore[arg-type]
 
     def _refusal(self, found: str) -> str:
         keys = _UNSUPPORTED_KEYS.search(found)
         key = keys[1] if keys else "oneOf" if found.startswith("oneOf constraints") else None
         if self.kind == "json_schema" and key is not None:
-            path = next(_places(json.loads(self.source), key), key)
-            what = " of alternatives that may hold at once" if key == "oneOf" else ""
-            return (
-                f"the JSON schema uses {key!r}{what} (at {path}), which a reply cannot be held to while it is decoded. "
-                f"{_ADVICE[self.kind]}"
-            )
+            places = (place for used, _, place in _keywords(json.loads(self.source)) if used == key)
+            what = key if key != "oneOf" else "oneOf of alternatives that may hold at once"
+            found = _cannot(what, next(places, key))
         if self.kind == "regex":
             # What is around it is of the grammar that the expression is put in.
             found = found.split("(in regex): ")[-1].split("\n   1 |")[0]
@@ -262,18 +270,33 @@ def _first_line(error: str) -> str:
     return error.strip().partition("\n")[0].removesuffix(".")
 
 
-def _places(schema: object, key: str, path: str = "$") -> Iterator[str]:
-    """Where a JSON schema uses a keyword, as paths from its root ``$``."""
+def _spells_control(keyword: str, value: object) -> bool:
+    if keyword in ("enum", "const"):
+        # JSON has short escapes for the others, such as that of a new line.
+        return re.search(r"\\u00(?:[01]|7f)", json.dumps(value)) is not None
+    if keyword == "patternProperties" and isinstance(value, dict):
+        patterns: list[object] = [*value]
+    else:
+        patterns = [value] if keyword == "pattern" else []
+    return any(_CONTROL.search(_CLASS.sub("", pattern)) for pattern in patterns if isinstance(pattern, str))
+
+
+def _cannot(keyword: str, place: str) -> str:
+    return f"{keyword} (at {place}) is not among what a reply can be held to while it is decoded"
+
+
+def _keywords(schema: object, path: str = "$") -> Iterator[tuple[str, object, str]]:
+    """The keywords that a JSON schema uses: name, value, and where, as a path from its root ``$``."""
     if isinstance(schema, list):
         for at, item in enumerate(schema):
-            yield from _places(item, key, f"{path}[{at}]")
+            yield from _keywords(item, f"{path}[{at}]")
     if not isinstance(schema, dict):
         return
-    if key in schema:
-        yield f"{path}.{key}"
     for name, value in schema.items():
+        place = f"{path}.{name}"
+        yield name, value, place
         if name in _NAMED and isinstance(value, dict):
             for child, inner in value.items():
-                yield from _places(inner, key, f"{path}.{name}.{child}")
+                yield from _keywords(inner, f"{place}.{child}")
         elif name not in _DATA:
-            yield from _places(value, key, f"{path}.{name}")
+            yield from _keywords(value, place)

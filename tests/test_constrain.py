@@ -83,11 +83,12 @@ def pairs(least: int, most: int) -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(st.integers(least, most), st.integers(least, most)).map(lambda p: (min(p), max(p)))
 
 
+printable = st.characters(exclude_categories=("Cc", "Cs"))
 leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from([{"type": "null"}, {"type": "boolean"}]),
     pairs(-1000, 1000).map(lambda p: {"type": "integer", "minimum": p[0], "maximum": p[1]}),
     pairs(0, 5).map(lambda p: {"type": "string", "minLength": p[0], "maxLength": p[1]}),
-    st.lists(st.text(max_size=4) | st.integers(), min_size=1, max_size=3).map(lambda v: {"enum": v}),
+    st.lists(st.text(printable, max_size=4) | st.integers(), min_size=1, max_size=3).map(lambda v: {"enum": v}),
 )
 
 
@@ -206,6 +207,62 @@ def test_a_model_that_would_rather_chat_is_held_to_the_schema() -> None:
         asked = runtime.chat_request(messages, constraint=Constraint.json_schema(PERSON))
         assert holds(PERSON, json.loads(runtime.run(asked).text))
         assert runtime.run(replace(asked, constraint=None)).text.startswith("Sure!")
+
+
+def allows(constraint: Constraint, text: str) -> bool:
+    """Whether `text` can be a whole reply."""
+    matcher = Grammars(FakeTokenizer()).matcher(constraint)
+    assert matcher is not None
+    for byte in text.encode():
+        if matcher.ended or not np.isfinite(matcher.mask(np.zeros(VOCAB_SIZE, np.float32))[byte]):
+            return False
+        matcher.push(byte)
+    return matcher.ended or bool(np.isfinite(matcher.mask(np.zeros(VOCAB_SIZE, np.float32))[257]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        # A name spelled otherwise, or twice, would pass by what is said of it.
+        (
+            {"type": "object", "properties": {"a/b": {"type": "integer"}}},
+            ['{"a/b": 1}', '{"c": "x"}', "{}"],
+            [r'{"\u0061/b": "x"}', r'{"a\/b": "x"}', '{"a/b": 1, "a/b": "x"}', '{"c": 1, "a/b": "x"}'],
+        ),
+        ({"type": "object", "minProperties": 1}, ['{"a": 1}'], ["{}"]),
+        ({"type": "object", "maxProperties": 1}, ['{"a": 1}', "{}"], ['{"a": 1, "b": 2}']),
+        (
+            {"type": "object", "patternProperties": {"^x": {"type": "integer"}}},
+            ['{"xa": 1}', '{"y": "s"}'],
+            ['{"xa": "a"}', r'{"\u0078": "a"}'],
+        ),
+        ({"required": ["b"]}, ['{"b": 2, "a": 1}', "3"], ['{"a": 1}', "{}"]),
+        ({"type": "string", "maxLength": 2}, ['"😀😀"', r'"\n\""'], ['"abc"', '"\n"']),
+        ({"type": "string", "pattern": "b"}, ['"abc"'], ['"ac"']),
+        ({"type": "string", "pattern": r"^a[^\x00-\x1f]\u0041$"}, ['"abA"'], ['"aA"', '"ab"']),
+        ({"const": "é/\n\u0085"}, ['"é/\\n\u0085"'], ['"é/"', '"é/\\n"']),
+        ({"properties": {"\x01": {"type": "null"}}, "required": ["\x01"]}, [r'{"\u0001": null}'], ["{}"]),
+        ({"type": "integer", "multipleOf": 3, "minimum": 4}, ["6"], ["3", "7"]),
+        ({"type": "number", "exclusiveMinimum": 1, "maximum": 2}, ["1.5", "2"], ["1", "1.0", "1e0", "2e1"]),
+        ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, ["4"], ["2", "6"]),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ["1", '"a"'], ["null"]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["[1]", "[]"], ["[1, 2]"]),
+        (
+            {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+            ["[[], [[]]]"],
+            ["[1]"],
+        ),
+        # White space only where `json.dumps` puts it.
+        ({"type": "array"}, ["[1, 2]"], ["[1,2]", "[ 1]", "[1, \n2]"]),
+    ],
+    ids=str,
+)
+def test_a_schema_lets_through_what_it_allows_and_nothing_else(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    constraint = Constraint.json_schema(schema)
+    assert [text for text in good if not allows(constraint, text)] == []
+    assert [text for text in bad if allows(constraint, text)] == []
 
 
 def test_a_marker_of_the_model_in_a_constant_is_spelled_and_not_spoken(runtime: OffsetRuntime) -> None:
@@ -382,15 +439,28 @@ def test_the_vocabulary_is_read_once_however_many_threads_ask() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"not": {}}, r"uses 'not' \(at \$\.not\)"),
+        ({"not": {}}, r"not \(at \$\.not\) is not among what a reply can be held to"),
         (
             {"properties": {"not": {"type": "array", "uniqueItems": True}}},
-            r"'uniqueItems' \(at \$\.properties\.not\.uniqueItems\)",
+            r"uniqueItems \(at \$\.properties\.not\.uniqueItems\)",
         ),
-        ({"anyOf": [{"type": "null"}, {"if": {}}]}, r"'if' \(at \$\.anyOf\[1\]\.if\)"),
-        ({"enum": [{"not": 1}], "contains": {}}, r"'contains' \(at \$\.contains\)"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, r"'oneOf' of alternatives that may hold at once"),
-        ({"x-guidance": {"lenient": True}, "not": {}}, r"'x-guidance' \(at \$\.x-guidance\)"),
+        ({"anyOf": [{"type": "null"}, {"if": {}}]}, r"if \(at \$\.anyOf\[1\]\.if\)"),
+        ({"enum": [{"not": 1}], "contains": {}}, r"contains \(at \$\.contains\)"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            r"oneOf of alternatives that may hold at once \(at \$\.oneOf\)",
+        ),
+        ({"x-guidance": {"lenient": True}, "not": {}}, r"x-guidance \(at \$\.x-guidance\)"),
+        ({"items": {"minProperties": 2}, "minProperties": 1}, r"minProperties \(at \$\.items\.minProperties\)"),
+        ({"type": "integer", "divisibleBy": 2}, r"divisibleBy \(at \$\.divisibleBy\)"),
+        ({"type": "string", "extends": {"minLength": 3}}, r"extends \(at \$\.extends\)"),
+        # Without an escape for it, a text would lose the character.
+        ({"const": ["a", {"b": "\x01"}]}, r"const with a control character \(at \$\.const\)"),
+        ({"enum": ["\x7f"]}, "enum with a control character"),
+        ({"pattern": "^a\\x01b$"}, "pattern with a control character"),
+        ({"pattern": "^a\\u{1f}b$"}, "pattern with a control character"),
+        ({"patternProperties": {"\x01": {}}}, "patternProperties with a control character"),
+        ({"disallow": "string"}, r"disallow \(at \$\.disallow\)"),
         ({"type": "text"}, "Invalid type: text"),
         ({"type": "string", "format": "poem"}, "Unknown format: poem"),
         ({"$ref": "#/$defs/gone"}, r"'/\$defs/gone' does not exist"),
