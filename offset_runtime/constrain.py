@@ -42,7 +42,7 @@ _JSON_STYLE = {
     "key_separator": ": ",
     "lenient": False,
     "coerce_one_of": False,
-    # One spelling for every text: no "\\u0061" that is a property's name and yet not known for it.
+    # One spelling for every text: no "\u0061" that is a property's name and yet not known for it.
     "json_allowed_escapes": '"\\\\bfnrt',
 }
 # What llguidance would read past: options of its own, and keywords of the third draft of JSON Schema.
@@ -51,7 +51,10 @@ _READ_PAST = frozenset({"x-guidance", "divisibleBy", "disallow", "extends"})
 _CONTROL = re.compile(
     r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av0c]|\\[xu]\{?0*(?:[01]?[0-9a-fA-F]|7[fF])(?![0-9a-fA-F])|\\p\{C"
 )
+_CONTROL_CHARACTER = "a control character"
 _CLASS = re.compile(r"\[(?:\^|[^\]]+-)(?:\\.|[^\]\\])*\]")
+# llguidance reads numbers as floats.
+_LIMITS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _UNSUPPORTED_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
 # In a schema, what lies under these is named by the user, or is data.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -125,8 +128,9 @@ class Constraint:
             # A name that comes twice would count twice.
             if key in _READ_PAST or (key == "minProperties" and value not in (0, 1)):
                 raise ValueError(_cannot(key, place))
-            if _spells_control(key, value):
-                raise ValueError(_cannot(f"{key} with a control character", place))
+            what = _changed(key, value)
+            if what is not None:
+                raise ValueError(_cannot(f"{key} with {what}", place))
         return LLMatcher.grammar_from_json_schema(self.source, overrides=_JSON_STYLE)  # type: ignore[arg-type]
 
     def _refusal(self, found: str) -> str:
@@ -270,15 +274,27 @@ def _first_line(error: str) -> str:
     return error.strip().partition("\n")[0].removesuffix(".")
 
 
-def _spells_control(keyword: str, value: object) -> bool:
+def _changed(keyword: str, value: object) -> str | None:
+    """What llguidance would change in the value of a keyword, in words."""
     if keyword in ("enum", "const"):
         # JSON has short escapes for the others, such as that of a new line.
-        return re.search(r"\\u00(?:[01]|7f)", json.dumps(value)) is not None
-    if keyword == "patternProperties" and isinstance(value, dict):
-        patterns: list[object] = [*value]
-    else:
-        patterns = [value] if keyword == "pattern" else []
-    return any(_CONTROL.search(_CLASS.sub("", pattern)) for pattern in patterns if isinstance(pattern, str))
+        if re.search(r"\\u00(?:[01]|7f)", json.dumps(value)):
+            return _CONTROL_CHARACTER
+    elif keyword in ("pattern", "patternProperties"):
+        patterns = [*value] if isinstance(value, dict) else [value]
+        if any(isinstance(text, str) and _CONTROL.search(_CLASS.sub("", text)) for text in patterns):
+            return _CONTROL_CHARACTER
+    if (keyword in ("enum", "const") or keyword in _LIMITS) and any(abs(x) > 2**53 for x in _integers(value)):
+        return "an integer beyond 2**53"
+    return None
+
+
+def _integers(value: object) -> Iterator[int]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _integers(inner)
+    elif isinstance(value, int):
+        yield value
 
 
 def _cannot(keyword: str, place: str) -> str:

@@ -88,7 +88,9 @@ leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from([{"type": "null"}, {"type": "boolean"}]),
     pairs(-1000, 1000).map(lambda p: {"type": "integer", "minimum": p[0], "maximum": p[1]}),
     pairs(0, 5).map(lambda p: {"type": "string", "minLength": p[0], "maxLength": p[1]}),
-    st.lists(st.text(printable, max_size=4) | st.integers(), min_size=1, max_size=3).map(lambda v: {"enum": v}),
+    st.lists(st.text(printable, max_size=4) | st.integers(-(2**53), 2**53), min_size=1, max_size=3).map(
+        lambda v: {"enum": v}
+    ),
 )
 
 
@@ -457,6 +459,8 @@ def test_the_vocabulary_is_read_once_however_many_threads_ask() -> None:
         # Without an escape for it, a text would lose the character.
         ({"const": ["a", {"b": "\x01"}]}, r"const with a control character \(at \$\.const\)"),
         ({"enum": ["\x7f"]}, "enum with a control character"),
+        ({"const": {"a": [2**53 + 1]}}, r"const with an integer beyond 2\*\*53 \(at \$\.const\)"),
+        ({"type": "integer", "maximum": -(2**60)}, "maximum with an integer beyond"),
         ({"pattern": "^a\\x01b$"}, "pattern with a control character"),
         ({"pattern": "^a\\u{1f}b$"}, "pattern with a control character"),
         ({"patternProperties": {"\x01": {}}}, "patternProperties with a control character"),
