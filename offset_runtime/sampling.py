@@ -96,8 +96,7 @@ class Sampler:
             weights = weights[weights >= params.min_p * weights[0]]
         share = np.cumsum(weights)
         pick = int(np.searchsorted(share, self._random.random() * share[-1], side="right"))
-        # Never one of no weight, such as a token that a constraint excludes, however the last sum was rounded.
-        return int(order[min(pick, int(np.count_nonzero(weights)) - 1)])
+        return int(order[min(pick, len(weights) - 1)])
 
 
 def log_softmax(logits: Logits) -> npt.NDArray[np.float32]:
