@@ -5,6 +5,7 @@ Importing this package loads neither torch nor LangChain; they load when a model
 
 from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.cache import CacheFigures
+from offset_runtime.constrain import Constraint
 from offset_runtime.engine import EngineSettings
 from offset_runtime.errors import OffsetError
 from offset_runtime.models import ModelSpec
@@ -18,6 +19,7 @@ from offset_runtime.store import OffsetStore
 __all__ = [
     "CacheFigures",
     "Completion",
+    "Constraint",
     "Delta",
     "DomainOffset",
     "EngineSettings",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from offset_runtime.backends.base import Capabilities
+from offset_runtime.constrain import Constraint
 from offset_runtime.errors import ContextOverflowError, InvalidRequestError
 from offset_runtime.placement import check_placements
 from offset_runtime.request import Request, Reuse
@@ -30,6 +31,7 @@ def check_request(request: Request, capabilities: Capabilities, hidden_size: int
         )
     _check_values(request)
     _check_reuse(request.reuse)
+    _check_constraint(request.constraint)
     check_placements(request.placements, prompt, hidden_size)
 
 
@@ -55,6 +57,14 @@ def _check_values(request: Request) -> None:
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise InvalidRequestError(
             f"timeout_s={timeout_s!r} can never be kept; expected seconds greater than 0, or None for no limit"
+        )
+
+
+def _check_constraint(constraint: object) -> None:
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise InvalidRequestError(
+            f"constraint={constraint!r} is of type {type(constraint).__name__}; expected a Constraint, for example "
+            "Constraint.json_schema(…), or None"
         )
 
 

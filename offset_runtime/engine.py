@@ -17,6 +17,7 @@ from offset_runtime.admission import check_request
 from offset_runtime.backends.base import Backend, SequenceId
 from offset_runtime.cache import CacheFigures, PrefixCache
 from offset_runtime.call_queue import CallQueue
+from offset_runtime.constrain import Grammars
 from offset_runtime.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -86,6 +87,7 @@ class Engine:
             kv_capacity_tokens=capabilities.kv_capacity_tokens,
             split_prefill=capabilities.split_prefill,
         )
+        self._grammars = Grammars(backend.tokenizer)
         self._cache = self._make_cache()
         takes_snapshots = self._cache.keeps_any and not capabilities.truncate
         self._snapshot_tokens = self.settings.snapshot_tokens if takes_snapshots else None
@@ -122,12 +124,16 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> Ticket:
         """Queue a request.
 
-        `sink` receives `Delta` events and then one `Completion` or one exception. Raises
-        `ContextOverflowError`, `PlacementError` or `InvalidRequestError` for a request that can never
-        run, `QueueFullError` when too many wait, `EngineClosedError` after `close`.
+        `sink` receives `Delta` events and then one `Completion` or one exception. Raises `ContextOverflowError`,
+        `PlacementError` or `InvalidRequestError` for a request that can never run (`ConstraintError` where its
+        constraint does not fit the model), `QueueFullError` when too many wait, `EngineClosedError` after `close`.
+
+        The model's first request with a constraint takes up to a second here, in which its vocabulary is read.
         """
         check_request(request, self.backend.capabilities, self.backend.identity.hidden_size)
-        job = Job(request, sink, self.backend)
+        self._check_open()
+        # Here and not on the engine's thread, whose other requests would wait for it.
+        job = Job(request, sink, self.backend, self._grammars.matcher(request.constraint))
         with self._wake:
             self._check_open()
             waiting = self._waiting[job.background]

@@ -10,6 +10,7 @@
     ├── UnsupportedModelError      the model cannot take an offset
     ├── ContextOverflowError       prompt + max_tokens exceeds the context
     ├── InvalidRequestError        a request that can never run
+    │   └── ConstraintError        what the reply must look like cannot be held to
     ├── StateFolderError           a folder for saved state cannot be used or written
     ├── DocumentError              training or test documents cannot be used
     ├── WorkflowError              a workflow file is wrong
@@ -76,6 +77,10 @@ class ContextOverflowError(OffsetError):
 
 class InvalidRequestError(OffsetError):
     """A request that can never run, whatever the load."""
+
+
+class ConstraintError(InvalidRequestError):
+    """A schema, regular expression or grammar is not valid, or no reply can be held to it while it is decoded."""
 
 
 class StateFolderError(OffsetError):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offset_runtime.backends.base import Backend, Chunk, SequenceId
+from offset_runtime.constrain import Matcher
 from offset_runtime.placement import Symbol, symbols
 from offset_runtime.reply_text import ReplyText
 from offset_runtime.request import Completion, Delta, FinishReason, Request, Sink, Timings, TokenLogprob, Usage
@@ -20,7 +21,7 @@ Logits = npt.NDArray[np.float32]
 class Job:
     """A request on its way through the engine, and how far it has come."""
 
-    def __init__(self, request: Request, sink: Sink, backend: Backend) -> None:
+    def __init__(self, request: Request, sink: Sink, backend: Backend, matcher: Matcher | None = None) -> None:
         self.request = request
         self.sink = sink
         self.cancelled = False
@@ -39,6 +40,7 @@ class Job:
         self._prompt_logprobs: list[float] = []
         self._sampler = Sampler(request.sampling, request.prompt_ids)
         self._reply = ReplyText(backend.tokenizer, request.sampling.stop)
+        self._matcher = matcher
         self._eos = backend.tokenizer.eos_token_ids
 
     def open(self, sequence: SequenceId, cached_tokens: int, snapshot_tokens: int | None = None) -> None:
@@ -143,18 +145,22 @@ class Job:
         return self._generate(logits[-1])
 
     def _generate(self, logits: Logits) -> list[Delta | Completion]:
-        token = self._sampler.sample(logits)
+        matcher = self._matcher
+        token = self._sampler.sample(logits if matcher is None else matcher.mask(logits))
         self.output_ids.append(token)
         logprobs = self._token_logprobs(token, logits)
         if token in self._eos:
             return [*self._delta(self._reply.finish(), token, logprobs), self._complete("stop")]
+        if matcher is not None:
+            matcher.push(token)
         text = self._reply.push(token)
         if self._reply.stopped:
             return [*self._delta(text, token, logprobs), self._complete("stop")]
-        if len(self.output_ids) < self.request.sampling.max_tokens:
+        ended = matcher is not None and matcher.ended
+        if not ended and len(self.output_ids) < self.request.sampling.max_tokens:
             return self._delta(text, token, logprobs)
         text += self._reply.finish()
-        reason: FinishReason = "stop" if self._reply.stopped else "length"
+        reason: FinishReason = "stop" if ended or self._reply.stopped else "length"
         return [*self._delta(text, token, logprobs), self._complete(reason)]
 
     def _delta(self, text: str, token: int, logprobs: tuple[TokenLogprob, ...]) -> list[Delta | Completion]:

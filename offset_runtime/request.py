@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from offset_runtime.constrain import Constraint
 from offset_runtime.placement import Placement
 from offset_runtime.sampling import SamplingParams
 
@@ -33,7 +34,9 @@ class Request:
     `timeout_s`: seconds from submission, waiting included, after which the request fails with
     `DeadlineExceededError`. `score_from`: position from which the prompt's own log-probabilities are
     returned (at least 1: nothing precedes position 0), or None. `reuse`: what the prefix cache is to know, or
-    None. `background`: start only while no other request waits or runs.
+    None. `background`: start only while no other request waits or runs. `constraint`: what the reply must look like, or
+    None for any text; it ends as soon as nothing more can follow. One that `max_tokens` or a stop string cuts is the
+    beginning of a valid one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -43,11 +46,12 @@ class Request:
     score_from: int | None = None
     reuse: Reuse | None = None
     background: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of the reply, its natural log-probability before temperature, and the likeliest tokens there."""
+    """A token of the reply, its natural log-probability before temperature and constraint, and the likeliest there."""
 
     token_id: int
     logprob: float

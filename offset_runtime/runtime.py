@@ -14,6 +14,7 @@ from typing import Self
 
 from offset_runtime.backends.base import Backend, Message
 from offset_runtime.chat import chat_prompt, chat_turns, check_text
+from offset_runtime.constrain import Constraint
 from offset_runtime.documents import Document
 from offset_runtime.engine import Engine, EngineSettings
 from offset_runtime.errors import InvalidRequestError, PromptFormatError, UnknownDomainError
@@ -140,13 +141,14 @@ class OffsetRuntime:
         timeout_s: float | None = None,
         turn_offsets: Mapping[int, DomainOffset | None] | None = None,
         reuse: Reuse | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """Lay chat messages out with the model's template and place the domain's offset in them.
 
         `strength` scales the offset. `turn_offsets`: the turn-anchored offsets that earlier replies were written
         under (None: none), by index of the message. Such a reply is read as it was generated (`chat_turns`), its offset
         where it lay then, so that the state of that turn can be used as it is; an offset that would reach into a later
-        one is left out. `reuse`: see `Request`.
+        one is left out. `reuse`, `constraint`: see `Request`.
 
         Raises `UnknownDomainError`, `BaseModelMismatchError`, `PromptFormatError` for an offset that was not trained
         in format `chat`, `PlacementError` for one that its turn has no room for, and `InvalidRequestError` for
@@ -157,7 +159,8 @@ class OffsetRuntime:
         prompt, begun = chat_turns(tokenizer, messages, authors)
         request = self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
         spoken = [place(offset, begun[index]) for index, offset in authors.items() if offset and index in begun]
-        return replace(request, placements=_apart(request.placements, spoken), reuse=reuse)
+        placements = _apart(request.placements, spoken)
+        return replace(request, placements=placements, reuse=reuse, constraint=constraint)
 
     def warm(
         self, messages: Sequence[Message], *, domain: Domain = None, strength: float = 1.0, reuse: Reuse | None = None
@@ -189,8 +192,9 @@ class OffsetRuntime:
         strength: float = 1.0,
         sampling: SamplingParams | None = None,
         timeout_s: float | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
-        """Continue plain text.
+        """Continue plain text; `constraint`: see `Request`.
 
         The start token comes first, where the text does not begin with it, for an offset trained in
         format `bos`, and without an offset for models that read plain text so. With format `raw` none does.
@@ -205,7 +209,8 @@ class OffsetRuntime:
         wanted = tokenizer.adds_bos if offset is None else offset.prompt_format == "bos"
         if wanted and start is not None and prompt[:1] != [start]:
             prompt = [start, *prompt]
-        return self._request(prompt, offset, strength, ("raw", "bos"), sampling, timeout_s)
+        request = self._request(prompt, offset, strength, ("raw", "bos"), sampling, timeout_s)
+        return replace(request, constraint=constraint)
 
     def run(self, request: Request) -> Completion:
         """Run a request and wait for its reply."""

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from offset_runtime.backends.fake import FakeTokenizer
-from offset_runtime.backends.torch import TorchTokenizer
+from offset_runtime.backends.torch_tokenizer import TorchTokenizer
 from offset_runtime.chat import chat_prompt, chat_turns
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
 from offset_runtime.runtime import OffsetRuntime

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from offset_runtime.backends.base import Backend
 from offset_runtime.backends.base import Tokenizer as AnyTokenizer
 from offset_runtime.backends.fake import FakeTokenizer
-from offset_runtime.backends.torch import TorchTokenizer
+from offset_runtime.backends.torch_tokenizer import TorchTokenizer
 from offset_runtime.reply_text import ReplyText
 
 REPLACEMENT = "\ufffd"

@@ -114,6 +114,17 @@ def describe(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
     return ", ".join([*shown, *more]) or "no tensors"
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The bytes that each token adds to a text, by token id.
+
+    `special_ids`: tokens that add nothing, such as those that end a turn; `tokens` holds their names instead.
+    """
+
+    tokens: Sequence[bytes]
+    special_ids: frozenset[int]
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back. All methods may be called from any thread."""
 
@@ -141,6 +152,12 @@ class Tokenizer(Protocol):
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Lay `messages` out with the model's own chat template."""
+
+    def vocabulary(self) -> Vocabulary:
+        """All tokens; read anew at each call, which takes up to a second.
+
+        Raises `ConstraintError` for a tokenizer whose tokens stand for no bytes of their own.
+        """
 
 
 class Backend(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, describe, fork_tokens
+from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, Vocabulary, describe, fork_tokens
 from offset_runtime.errors import InvalidRequestError, KVCacheFullError
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
 
@@ -50,6 +50,10 @@ class FakeTokenizer:
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def vocabulary(self) -> Vocabulary:
+        tokens = [*(bytes([i]) for i in range(_BYTES)), *(marker.encode() for marker in _SPECIAL)]
+        return Vocabulary(tokens, frozenset(range(_BYTES, VOCAB_SIZE)))
 
 
 class FakeBackend:

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from llama_cpp import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from offset_runtime.backends.base import Message
+from offset_runtime.backends.base import Message, Vocabulary
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
 
 
@@ -117,6 +117,15 @@ class LlamaTokenizer:
             ) from error
         return str(laid_out.prompt)
 
+    def vocabulary(self) -> Vocabulary:
+        nameless = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN | llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+        with self._model.use() as pointer:
+            vocab = llama_cpp.llama_model_get_vocab(pointer)
+            ids = range(llama_cpp.llama_vocab_n_tokens(vocab))
+            special = frozenset(token for token in ids if llama_cpp.llama_vocab_get_attr(vocab, token) & nameless)
+            tokens = [_piece(vocab, token, special=token in special) for token in ids]
+        return Vocabulary(tokens, special)
+
     def _layout(self, add_generation_prompt: bool) -> Jinja2ChatFormatter:
         """The template, read at its first use: a model whose template is broken can still continue plain text."""
         if add_generation_prompt not in self._layouts:
@@ -140,13 +149,13 @@ class LlamaTokenizer:
         return piece
 
 
-def _piece(vocab: Any, token: int) -> bytes:
+def _piece(vocab: Any, token: int, *, special: bool = False) -> bytes:
     if not 0 <= token < llama_cpp.llama_vocab_n_tokens(vocab):
         raise InvalidRequestError(f"token id {token} is outside the vocabulary")
     size = 32
     while True:
         buffer = ctypes.create_string_buffer(size)
-        count = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, False)
+        count = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, special)
         if count >= 0:
             return buffer.raw[:count]
         size = -count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,18 +10,28 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from offset_runtime.backends import packed, torch_state
-from offset_runtime.backends.base import Capabilities, Chunk, Message, SequenceId, check_chunks, fork_tokens
+from offset_runtime.backends.base import (
+    Capabilities,
+    Chunk,
+    SequenceId,
+    check_chunks,
+    fork_tokens,
+)
 from offset_runtime.backends.executors import Executor, Feed, PackedExecutor, RecurrentExecutor
+from offset_runtime.backends.torch_tokenizer import TorchTokenizer
 from offset_runtime.errors import (
     InvalidRequestError,
     ModelNotFoundError,
-    PromptFormatError,
     UnsupportedModelError,
 )
 from offset_runtime.identity import BaseIdentity, make_identity, sketch_row_ids
@@ -31,52 +41,6 @@ from offset_runtime.placement import Placement
 # float sums in another order explain (measured on SmolLM2 in float32: 1e-6; bfloat16 keeps 8 bits).
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _COARSE_TOLERANCE = 5e-2
-
-
-class TorchTokenizer:
-    """A transformers tokenizer in the shape of `backends.base.Tokenizer`."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer
-        self._eos = frozenset(eos_token_ids)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        found: int | None = self._tokenizer.bos_token_id
-        return found
-
-    @property
-    def adds_bos(self) -> bool:
-        start = self.bos_token_id
-        return start is not None and list(self._tokenizer.encode("a"))[:1] == [start]
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._eos
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
-
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError as error:
-            raise PromptFormatError(
-                f"the model's chat template refuses these messages: {error}. Roles found: "
-                f"{', '.join(str(message.get('role')) for message in messages)}; change their order or roles."
-            ) from error
-        return str(rendered)
 
 
 @dataclass(frozen=True, slots=True)

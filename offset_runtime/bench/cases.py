@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from offset_runtime.bench.batching import measure_batch, own_loop_1, own_loop_8
 from offset_runtime.bench.case import REAL_BACKENDS, Case
+from offset_runtime.bench.constrained import constrained_step
 from offset_runtime.bench.domain_costs import measure_decode_step, measure_eight_domains, measure_prefill
 from offset_runtime.bench.history import shared_history
 from offset_runtime.bench.processes import measure_cold_llama, measure_cold_transformers, measure_memory
@@ -20,6 +21,7 @@ _LLAMA_CPP = frozenset({"llama_cpp"})
 CASES = (
     Case("prefill", "256 tokens with an offset / without", 1.02, on_model=measure_prefill),
     Case("decode_step", "decode, domain active / plain", 1.01, on_model=measure_decode_step),
+    Case("constrained_step", "decode step, JSON schema / free", 1.10, on_model=constrained_step),
     Case(
         "own_loop_1",
         "engine's decode / bare llama_decode, 1 sequence",

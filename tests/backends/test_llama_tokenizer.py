@@ -12,7 +12,7 @@ from offset_runtime import LlamaCppOptions
 from offset_runtime.backends.base import Backend
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
 from offset_runtime.backends.llama_tokenizer import LlamaTokenizer
-from offset_runtime.backends.torch import TorchTokenizer
+from offset_runtime.backends.torch_tokenizer import TorchTokenizer
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
 
 TEXTS = (

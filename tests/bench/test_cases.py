@@ -32,7 +32,7 @@ from offset_runtime.errors import GenerationError, InvalidRequestError
 from offset_runtime.models import ModelSpec, locate
 
 FAKE = ModelSpec(base="fake")
-ON_ANY_BACKEND = ("prefill", "decode_step", "eight_domains", "batch_8")
+ON_ANY_BACKEND = ("prefill", "decode_step", "constrained_step", "eight_domains", "batch_8")
 
 
 def case(name: str) -> Case:
@@ -121,6 +121,24 @@ def test_decode_step_compares_one_request_with_a_domain_to_a_plain_one() -> None
     measured_on_model("decode_step", backend)
     prompts = [domains for step in backend.steps for tokens, domains in step if tokens == 32]
     assert prompts == [("bench-0",), (), ("bench-0",), ("bench-0",), ()]
+
+
+def test_constrained_step_compares_a_reply_under_a_schema_to_as_many_tokens_under_none() -> None:
+    replies: list[list[int]] = []
+
+    class Listening(FakeBackend):
+        def forward(self, chunks):  # type: ignore[no-untyped-def]
+            (chunk,) = chunks
+            if len(chunk.token_ids) == 1:
+                replies[-1].extend(chunk.token_ids)
+            else:
+                replies.append([])
+            return super().forward(chunks)
+
+    measured_on_model("constrained_step", Listening())
+    assert [len(reply) for reply in replies] == [31] * 5
+    held = [bytes(token for token in reply if token < 256).startswith(b'{"first_headline": "') for reply in replies]
+    assert held == [True, False, True, True, False]
 
 
 def test_eight_domains_compares_eight_domains_to_one_in_equal_batches() -> None:
