@@ -43,8 +43,8 @@ class EngineSettings(BaseModel):
 
     `max_running`: sequences that share a step. `max_step_tokens`: tokens in one step, which bounds how
     long a long prompt can hold up the replies beside it. `max_waiting`: requests that may queue, and as many in the
-    background beside them. `cache_bytes`:
-    state of ended requests that is kept for those that begin as they did, beside that of running ones; 0: none.
+    background beside them. `cache_bytes`: state of ended requests that is kept for those that begin as they did,
+    beside that of running ones; 0: none.
     `snapshot_tokens`: where the state of a model cannot be cut back (recurrent ones, and sliding windows on llama.cpp),
     a copy of it is kept after as many tokens of a prompt, before each offset, and before the prompt's last token. A
     prompt is cut there: at the default, which is a step's, no pass over the weights is added but at the last two.

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from offset_runtime.cache import PrefixCache
 from offset_runtime.job import Job
-from offset_runtime.placement import agreement
+from offset_runtime.placement import Symbol, agreement
 
 # Fewer tokens than this are read sooner than another request's state is waited for and copied.
 _WORTH_SHARING = 16
@@ -51,8 +51,15 @@ class Sharing:
             return None
         most = job.prompt_symbols[: job.reusable_tokens]
         readers = [other for other in running if other.ready]
-        shared = [reader.shareable(agreement(reader.prompt_symbols, most)) for reader in readers]
+        shared = [_shared(job, reader, most) for reader in readers]
         best = max(shared, default=0)
         if best < self._cache.known(most) + _WORTH_SHARING:
             return None
         return readers[shared.index(best)], best
+
+
+def _shared(job: Job, reader: Job, most: Sequence[Symbol]) -> int:
+    """How many of the symbols `most` of `job` it can take over from `reader`."""
+    shared = reader.shareable(agreement(reader.prompt_symbols, most))
+    # One in the background is read on only where others leave room, so what it has not read yet is not waited for.
+    return 0 if reader.background and not job.background and not reader.has_read(shared) else shared

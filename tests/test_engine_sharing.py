@@ -188,3 +188,15 @@ def test_many_entries_that_branch_off_one_trunk_are_walked_without_recursion() -
         for branch in range(1200):
             cache.put((*trunk[: 20 + 2 * branch], 200, 200), engine.backend.allocate())
         assert cache.known((*trunk[:20], 201)) == 20
+
+
+def test_no_request_waits_for_what_is_read_in_the_background() -> None:
+    backend = CountingBackend()
+    with Engine(backend, EngineSettings(max_step_tokens=16)) as engine:
+        ahead = Stream(engine, replace(request("one: ", reply=0), background=True))
+        backend.passes.release(1)
+        until(lambda: backend.fed == 16)
+        asked = Stream(engine, request("two: "))
+        backend.passes.release(10**6)
+        assert asked.result().usage.cached_tokens == 0, "it read for itself"
+        assert ahead.result().usage.prompt_tokens > len(HISTORY)
