@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from offset_runtime.agents.reply import Provenance
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS, check_limits
@@ -48,11 +57,12 @@ class Connection(BaseLanguageModel[Any]):
     `temperature` to `seed`: as in `SamplingParams`; None is its default, which is greedy. `stop`: texts
     that end the reply and are left out of it. `logprobs`: return each token's log-probability, and with
     `top_logprobs` the likeliest alternatives. `timeout`: seconds for a call, waiting included.
-    `max_retries`: how often a call that found the engine's queue full is tried again. `runtime`: an
-    already loaded base to use for `model`.
+    `max_retries`: how often a call that found the engine's queue full is tried again. `api_key`: not used, since the
+    model runs here; what makes chat models of any provider passes one. `runtime`: an already loaded base to use for
+    `model`.
 
     Per call, as keyword arguments of `invoke`, `stream` and so on, all of these but `backend`, `dtype`,
-    `device`, `llama_cpp`, `domains`, `store` and `runtime` may be given; the call's `stop` adds to the
+    `device`, `llama_cpp`, `domains`, `store`, `api_key` and `runtime` may be given; the call's `stop` adds to the
     model's own.
     """
 
@@ -79,6 +89,7 @@ class Connection(BaseLanguageModel[Any]):
     top_logprobs: int | None = None
     timeout: float | None = Field(default=None, gt=0)
     max_retries: int = Field(default=2, ge=0)
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     runtime: OffsetRuntime | None = Field(default=None, exclude=True, repr=False)
 
     _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS

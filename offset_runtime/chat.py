@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offset_runtime.backends.base import Message, Tokenizer
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
+from offset_runtime.tool_formats import ToolFormat, tool_format
+from offset_runtime.tool_turns import ToolTurns, tool_turns
+from offset_runtime.tools import Tool
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -24,7 +27,11 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 
 
 def chat_turns(
-    tokenizer: Tokenizer, messages: Sequence[Message], spoken: Collection[int]
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    spoken: Collection[int],
+    tools: Sequence[Tool] = (),
+    form: ToolFormat | None = None,
 ) -> tuple[list[int], dict[int, int]]:
     """As `chat_prompt`, with the texts of the messages `spoken` (indices) as they stood when they were generated.
 
@@ -33,12 +40,16 @@ def chat_turns(
     token ids, and for each message of `spoken` the position of its first token; one that the template leaves out has
     none.
 
+    `tools`, and calls and results among the messages, are laid out as `tool_turns` does, in the model's own format
+    where `form` is None.
+
     Raises what `chat_prompt` raises.
     """
     _check_messages(tokenizer, messages)
     # Not to be found in anyone's text.
     marks = {index: f"<{secrets.token_hex(16)}>" for index in spoken}
-    rendered = _rendered(tokenizer, [{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)])
+    marked = [{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)]
+    rendered = _rendered(tokenizer, tool_turns(tokenizer, marked, tools, form or tool_format(tokenizer)))
     for text in (rendered, *(messages[index]["content"] for index in spoken)):
         check_text(text)
     ids: list[int] = []
@@ -68,14 +79,15 @@ def _check_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
         _check(message, place)
 
 
-def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def _rendered(tokenizer: Tokenizer, turns: ToolTurns) -> str:
+    messages = turns.messages
     try:
-        return tokenizer.render_chat(messages)
+        return tokenizer.render_chat(messages, tools=turns.specs)
     except PromptFormatError:
         if messages[0].get("role") != "system" or len(messages) == 1:
             raise
         # Some templates know no system role (Gemma's); what it says then opens the user's message.
-        return tokenizer.render_chat(_system_in_user_message(messages))
+        return tokenizer.render_chat(_system_in_user_message(messages), tools=turns.specs)
 
 
 def check_text(text: object) -> None:

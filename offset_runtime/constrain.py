@@ -36,7 +36,7 @@ _ADVICE: dict[Kind, str] = {
     "lark": 'Expected rules such as \'start: "yes" | "no"\', one of them called start; terminals in capitals.',
 }
 # As `json.dumps` writes: one line, so that no reply runs on in white space, and what models have seen most.
-_JSON_STYLE = {
+JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -131,7 +131,7 @@ class Constraint:
             what = _changed(key, value)
             if what is not None:
                 raise ValueError(_cannot(f"{key} with {what}", place))
-        return LLMatcher.grammar_from_json_schema(self.source, overrides=_JSON_STYLE)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(self.source, overrides=JSON_STYLE)  # type: ignore[arg-type]
 
     def _refusal(self, found: str) -> str:
         keys = _UNSUPPORTED_KEYS.search(found)

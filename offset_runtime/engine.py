@@ -17,7 +17,7 @@ from offset_runtime.admission import check_request
 from offset_runtime.backends.base import Backend, SequenceId
 from offset_runtime.cache import CacheFigures, PrefixCache
 from offset_runtime.call_queue import CallQueue
-from offset_runtime.constrain import Grammars
+from offset_runtime.constrain import Constraint, Grammars
 from offset_runtime.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -147,6 +147,13 @@ class Engine:
             self._inbox.append(job)
             self._wake.notify()
         return Ticket(job)
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Raise `ConstraintError` for a constraint that does not fit the model, as `submit` would.
+
+        The first takes up to a second, in which the vocabulary is read; after it `submit` is quick on an event loop.
+        """
+        self._grammars.matcher(constraint)
 
     def save_state(self, folder: StateFolder) -> int:
         """Write what the prefix cache holds and `folder` does not, and return how many of its entries are there now.

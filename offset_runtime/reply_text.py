@@ -70,12 +70,12 @@ class ReplyText:
             self.stopped = True
             self._held = ""
             return text[: min(found)[1]]
-        keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = 0 if final else max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that `text` ends with."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):

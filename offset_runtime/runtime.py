@@ -27,6 +27,8 @@ from offset_runtime.sampling import SamplingParams
 from offset_runtime.state_folder import DEFAULT_MAX_BYTES, StateFolder
 from offset_runtime.store import OffsetStore
 from offset_runtime.stream import AsyncStream, Stream
+from offset_runtime.tool_formats import ToolFormat
+from offset_runtime.tools import Tool
 
 _log = logging.getLogger(__name__)
 
@@ -142,21 +144,28 @@ class OffsetRuntime:
         turn_offsets: Mapping[int, DomainOffset | None] | None = None,
         reuse: Reuse | None = None,
         constraint: Constraint | None = None,
+        tools: Sequence[Tool] = (),
+        tool_format: ToolFormat | None = None,
     ) -> Request:
         """Lay chat messages out with the model's template and place the domain's offset in them.
 
         `strength` scales the offset. `turn_offsets`: the turn-anchored offsets that earlier replies were written
         under (None: none), by index of the message. Such a reply is read as it was generated (`chat_turns`), its offset
         where it lay then, so that the state of that turn can be used as it is; an offset that would reach into a later
-        one is left out. `reuse`, `constraint`: see `Request`.
+        one is left out. `reuse`, `constraint`: see `Request`. The first constraint of a runtime takes up to a second
+        here, in which the vocabulary is read. `tools`: what the model is told it may call, in its own `tool_format`
+        (`tool_formats.tool_format`) where that is None; the format's reader finds the calls in the reply.
 
         Raises `UnknownDomainError`, `BaseModelMismatchError`, `PromptFormatError` for an offset that was not trained
         in format `chat`, `PlacementError` for one that its turn has no room for, and `InvalidRequestError` for
-        messages, a domain or a strength that are none, and for an author's offset without a turn.
+        messages, a domain or a strength that are none, and for an author's offset without a turn; `ConstraintError` for
+        a constraint that does not fit the model.
         """
         tokenizer, authors = self.backend.tokenizer, turn_offsets or {}
         self._check_authors(messages, authors)
-        prompt, begun = chat_turns(tokenizer, messages, authors)
+        if constraint is not None:
+            self.engine.check_constraint(constraint)
+        prompt, begun = chat_turns(tokenizer, messages, authors, tools, tool_format)
         request = self._request(prompt, domain, strength, ("chat",), sampling, timeout_s)
         spoken = [place(offset, begun[index]) for index, offset in authors.items() if offset and index in begun]
         placements = _apart(request.placements, spoken)
@@ -203,6 +212,8 @@ class OffsetRuntime:
         trained in format `chat`, and `InvalidRequestError` for a text, a domain or a strength that is none.
         """
         check_text(text)
+        if constraint is not None:
+            self.engine.check_constraint(constraint)
         offset = self.offset(domain)
         tokenizer = self.backend.tokenizer
         prompt, start = tokenizer.encode(text), tokenizer.bos_token_id

@@ -71,7 +71,8 @@ def test_a_conversation_needs_a_message() -> None:
 def test_a_message_of_tool_calls_alone_may_have_empty_content() -> None:
     calls = [{"type": "function", "function": {"name": "look_up", "arguments": {}}}]
     prompt = chat_prompt(FakeTokenizer(), [USER, {"role": "assistant", "content": "", "tool_calls": calls}])
-    assert FakeTokenizer().decode(prompt) == "user\nnews\nassistant\n\nassistant\n"
+    call = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
+    assert FakeTokenizer().decode(prompt) == f"user\nnews\nassistant\n{call}\nassistant\n"
 
 
 def test_without_a_system_role_its_text_opens_the_users_message(without_system_role: TorchTokenizer) -> None:
@@ -119,11 +120,11 @@ def test_a_reply_goes_on_from_the_tokens_of_its_prompt_whatever_the_tokenizer_wo
 def test_a_reply_that_the_template_leaves_out_or_repeats_has_no_position(make_tokenizer: MakeTokenizer) -> None:
     made = make_tokenizer(chat=True)
     made.chat_template = (
-        "{% for m in messages %}{% if m['role'] != 'tool' %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['content'] }}]{% endif %}{% endfor %}"
     )
     made.chat_template += "{{ messages[0]['content'] }}"
     tokenizer = TorchTokenizer(made, {0})
-    messages = [ASSISTANT, {"role": "tool", "content": "news"}, ASSISTANT]
+    messages = [ASSISTANT, {"role": "system", "content": "news"}, ASSISTANT]
 
     ids, positions = chat_turns(tokenizer, messages, [0, 1, 2])
 

@@ -144,14 +144,24 @@ class Tokenizer(Protocol):
     def has_chat_template(self) -> bool:
         """Whether `render_chat` can be used."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the model's chat template, a Jinja template, or None."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised, none are added."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Lay `messages` out with the model's own chat template."""
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Lay `messages` out with the model's own chat template; `tools` in OpenAI's shape, where it shows them."""
 
     def vocabulary(self) -> Vocabulary:
         """All tokens; read anew at each call, which takes up to a second.

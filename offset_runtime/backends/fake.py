@@ -7,6 +7,7 @@ rows included, so any mix-up of sequences, positions or offsets changes the outp
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,12 +27,18 @@ Script = Callable[[str], str | None]
 
 
 class FakeTokenizer:
-    """One token a UTF-8 byte, and ChatML's two markers."""
+    """One token a UTF-8 byte, and ChatML's two markers. `tools`: whether its chat template shows tools."""
 
     bos_token_id: int | None = None
     adds_bos = False
     eos_token_ids = frozenset({_BYTES + 1})
     has_chat_template = True
+    chat_template: str | None = "ChatML"
+
+    def __init__(self, *, tools: bool = False) -> None:
+        self._tools = tools
+        if tools:
+            self.chat_template = "ChatML with <tool_call>"
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -47,9 +54,22 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(i for i in token_ids if i < _BYTES).decode("utf-8", errors="replace")
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        if self._tools and tools:
+            told = {"role": "tools", "content": "\n".join(json.dumps(tool) for tool in tools)}
+            messages = [told, *messages]
+        turns = [f"<|im_start|>{m['role']}\n{self._content(m)}<|im_end|>\n" for m in messages]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def _content(self, message: Message) -> str:
+        calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ()) if self._tools]
+        return "\n".join([message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
 
     def vocabulary(self) -> Vocabulary:
         tokens = [*(bytes([i]) for i in range(_BYTES)), *(marker.encode() for marker in _SPECIAL)]
@@ -60,7 +80,8 @@ class FakeBackend:
     """See the module. `script` maps the prompt's text to a reply to write instead of random text.
 
     `context_tokens`, `kv_capacity_tokens` and `max_sequences` are the limits it declares; it holds to the last.
-    `truncate` False: its sequences cannot be cut back, like those of a recurrent model.
+    `truncate` False: its sequences cannot be cut back, like those of a recurrent model. `tools`: whether its chat
+    template shows tools.
     """
 
     name = "fake"
@@ -73,11 +94,12 @@ class FakeBackend:
         kv_capacity_tokens: int | None = None,
         max_sequences: int | None = None,
         truncate: bool = True,
+        tools: bool = False,
     ) -> None:
         self._script = script
         self._sequences: dict[SequenceId, list[bytes]] = {}
         self._next_id = 0
-        self.tokenizer = FakeTokenizer()
+        self.tokenizer = FakeTokenizer(tools=tools)
         self.capabilities = Capabilities(
             context_tokens=context_tokens,
             kv_capacity_tokens=kv_capacity_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,6 +85,10 @@ class LlamaTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._template)
 
+    @property
+    def chat_template(self) -> str | None:
+        return self._template.decode(errors="replace") if self._template else None
+
     def encode(self, text: str) -> list[int]:
         data = text.encode()
         # A token stands for at least one byte, but for a space that some tokenizers put first.
@@ -103,12 +107,19 @@ class LlamaTokenizer:
         # text that was generated; the pieces of a text joined are that text.
         return b"".join([self._piece(token) for token in token_ids]).decode("utf-8", errors="replace")
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         if not self._template:
             raise PromptFormatError("this model has no chat template; continue plain text instead")
         layout = self._layout(add_generation_prompt)
         try:
-            laid_out = layout(messages=[dict(message) for message in messages])  # type: ignore[misc]
+            shown: Any = None if tools is None else [dict(tool) for tool in tools]
+            laid_out = layout(messages=[dict(message) for message in messages], tools=shown)  # type: ignore[misc]
         # A template is a program: it refuses messages by ValueError, and stumbles over them in any other way.
         except Exception as error:
             raise PromptFormatError(

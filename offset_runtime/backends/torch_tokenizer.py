@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from llguidance.hf import from_tokenizer
@@ -37,6 +38,12 @@ class TorchTokenizer:
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        found = self._tokenizer.chat_template
+        # Some models have several: one by name for chats with tools.
+        return "".join(found.values()) if isinstance(found, dict) else found
+
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -45,10 +52,19 @@ class TorchTokenizer:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except TemplateError as error:
             raise PromptFormatError(

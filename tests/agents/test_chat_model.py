@@ -368,6 +368,8 @@ def test_a_counter_of_the_users_own_is_kept(law: ChatOffset) -> None:
     assert model.get_num_tokens("many words") == 1
 
 
-def test_the_profile_gives_the_context_of_a_loaded_base(law: ChatOffset) -> None:
-    assert law.profile == {"max_input_tokens": 4096}
-    assert ChatOffset(model="fake").profile is None
+def test_the_profile_tells_what_the_model_can_and_the_context_of_a_loaded_base(law: ChatOffset) -> None:
+    can = {"tool_calling": True, "tool_choice": True, "structured_output": True}
+
+    assert law.profile == {**can, "max_input_tokens": 4096}
+    assert ChatOffset(model="fake").profile == can

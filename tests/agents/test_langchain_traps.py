@@ -190,33 +190,6 @@ def test_middleware_can_choose_the_domain_of_a_call(law: ChatOffset) -> None:
     assert agent.invoke({"messages": [("user", "hello")]})["messages"][-1].response_metadata["domain"] == "news"
 
 
-def test_tools_are_refused_and_never_ignored(law: ChatOffset) -> None:
-    with pytest.raises(Exception, match="unknown argument 'tools'"):
-        law.bind(tools=[]).invoke("hello")
-
-
-def test_binding_tools_says_that_they_are_not_supported(law: ChatOffset) -> None:
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
-    for ask in (
-        lambda: law.bind_tools([add]),
-        lambda: law.bind_tools([], tool_choice="any"),
-        lambda: create_agent(law, tools=[add]).invoke({"messages": [("user", "hello")]}),
-    ):
-        with pytest.raises(NotImplementedError, match=r"does not support tools yet.* works with tools=\[\]") as caught:
-            ask()
-        assert isinstance(caught.value, InvalidRequestError)
-    assert law.bind_tools([]).invoke("hello").content == law.invoke("hello").content
-
-
-def test_structured_output_says_that_it_is_not_supported(law: ChatOffset) -> None:
-    with pytest.raises(NotImplementedError, match="structured output, which this release does not support") as caught:
-        law.with_structured_output({"title": "x"})
-    assert isinstance(caught.value, InvalidRequestError)
-
-
 def test_text_that_is_no_valid_unicode_is_refused_by_name(law: ChatOffset) -> None:
     with pytest.raises(InvalidRequestError, match="no valid Unicode"):
         law.invoke("x\ud800")

@@ -1,0 +1,218 @@
+"""What a call asks of its reply: tools it may or must call, a JSON schema, or any other constraint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from offset_runtime.backends.base import Tokenizer
+from offset_runtime.constrain import Constraint
+from offset_runtime.errors import InvalidRequestError, nearest_hint
+from offset_runtime.tool_formats import ToolFormat
+from offset_runtime.tools import Tool
+
+# Arguments of a call, as OpenAI names them, and `constraint`.
+FORM_ARGUMENTS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format", "constraint", "strict"})
+
+_AUTO, _NONE, _ANY = "auto", "none", "any"
+_CHOICES: Mapping[Any, str] = {None: _AUTO, False: _AUTO, True: _ANY, "required": _ANY} | {
+    name: name for name in (_AUTO, _NONE, _ANY)
+}
+_RESPONSE_TYPES = ("text", "json_object", "json_schema")
+
+ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """What a reply must be. `choice`: ``"auto"``, ``"none"``, ``"any"``, or the name of the one tool to call.
+
+    `parallel`: whether more than the first call of a reply counts. `answer`: the JSON schema of a reply that calls no
+    tool, or None for any text. `constraint`: what the whole reply must be; it leaves no room for the others.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: str = _AUTO
+    parallel: bool = True
+    answer: Mapping[str, Any] | None = None
+    constraint: Constraint | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Read the arguments of a call that are in `FORM_ARGUMENTS`; those of other names are passed over.
+
+        Raises `InvalidRequestError` for what does not fit together, and `ConstraintError` for a schema that a reply
+        cannot be held to and would have to be.
+        """
+        strict = arguments.get("strict")
+        _check_switch("strict", strict)
+        parallel = arguments.get("parallel_tool_calls")
+        _check_switch("parallel_tool_calls", parallel)
+        tools = _tools(arguments.get("tools") or (), strict)
+        choice = _choice(arguments.get("tool_choice"), [tool.name for tool in tools])
+        answer = _answer(arguments.get("response_format"), strict)
+        constraint = arguments.get("constraint")
+        _check_constraint(constraint, tools, answer)
+        form = cls(tools if choice != _NONE else (), choice, parallel is not False, answer, constraint)
+        form._check_schemas()
+        return form
+
+    @property
+    def forced(self) -> tuple[Tool, ...]:
+        """The tools of which the reply must call one."""
+        if self.choice == _ANY:
+            return self.tools
+        return tuple(tool for tool in self.tools if tool.name == self.choice)
+
+    @property
+    def instructions(self) -> str:
+        """What the system prompt has to say of the answer; empty where there is nothing."""
+        # An object of any kind says nothing that the user's own words must not say better.
+        if self.answer is None or self.answer == {"type": "object"}:
+            return ""
+        return f"Answer with JSON of this schema:\n{json.dumps(self.answer, ensure_ascii=False)}"
+
+    def constrain(self, form: ToolFormat, tokenizer: Tokenizer) -> Constraint | None:
+        """What the reply is held to while it is decoded, on one model; None: nothing."""
+        if self.constraint is not None:
+            return self.constraint
+        if self.forced:
+            return form.forced(self.forced, tokenizer)
+        if self.answer is None:
+            return None
+        if self.tools:
+            return form.forced(self.tools, tokenizer, answer=self.answer)
+        return Constraint.json_schema(dict(self.answer))
+
+    def _check_schemas(self) -> None:
+        """Refuse at once what could not be held to later."""
+        for tool in self.forced or (self.tools if self.answer is not None else ()):
+            tool.check()
+        if self.answer is not None:
+            Constraint.json_schema(dict(self.answer))
+
+
+def tool_spec(tool: ToolLike) -> dict[str, Any]:
+    """A tool in OpenAI's shape; `InvalidRequestError` for what is none, or runs at another provider."""
+    try:
+        spec = convert_to_openai_tool(tool)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise InvalidRequestError(
+            f"a tool of type {type(tool).__name__} cannot be used: {str(error).strip()}. Expected a function with type "
+            "hints and a docstring, a LangChain tool, a Pydantic class, or an OpenAI tool (dict)"
+        ) from error
+    function = spec.get("function")
+    if spec.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+        raise InvalidRequestError(
+            f"a tool of type {spec.get('type')!r} cannot be used: such tools run at their provider, and this model "
+            "runs here; expected a function with a name, or a LangChain tool that does the same"
+        )
+    return spec
+
+
+def _tools(given: Sequence[ToolLike], strict: bool | None) -> tuple[Tool, ...]:
+    tools = []
+    for each in given:
+        function = tool_spec(each)["function"]
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if function.get("strict", strict) is not False:
+            parameters = closed(parameters)
+        tools.append(Tool(function["name"], function.get("description") or "", parameters))
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequestError(f"two tools have the name {name!r}; give each its own name")
+    return tuple(tools)
+
+
+def _choice(value: Any, names: Sequence[str]) -> str:
+    name = _named(value)
+    if isinstance(name, str) and name in names:
+        return name
+    if name not in _CHOICES:
+        known = [_AUTO, _NONE, _ANY, *names]
+        raise InvalidRequestError(
+            f"tool_choice={value!r} names no tool; expected one of {', '.join(known)}{nearest_hint(str(name), known)}"
+        )
+    choice = _CHOICES[name]
+    if choice == _ANY and not names:
+        raise InvalidRequestError(f"tool_choice={value!r} asks for a call, but no tools were given; give at least one")
+    return choice
+
+
+def _named(value: Any) -> Any:
+    """The name within OpenAI's ``{"type": "function", "function": {"name": …}}``, or Anthropic's flat form."""
+    if not isinstance(value, dict):
+        return value if isinstance(value, str | bool | None) else repr(value)
+    function = value.get("function")
+    if isinstance(function, dict):
+        return function.get("name", "")
+    return value.get("name", value.get("type", ""))
+
+
+def _answer(response_format: Any, strict: bool | None) -> Mapping[str, Any] | None:
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind not in _RESPONSE_TYPES:
+        raise InvalidRequestError(
+            f"response_format={response_format!r} is of no known type; expected one of {', '.join(_RESPONSE_TYPES)}, "
+            'for example {"type": "json_schema", "json_schema": {"name": "answer", "schema": {…}}}. '
+            "with_structured_output makes one of a Pydantic class."
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    told = response_format.get("json_schema")
+    schema = told.get("schema") if isinstance(told, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequestError(
+            'response_format is of type json_schema and has no schema; expected {"type": "json_schema", "json_schema": '
+            '{"name": "answer", "schema": {…}}}'
+        )
+    return schema if told.get("strict", strict) is False else closed(schema)
+
+
+def closed(schema: Any) -> Any:
+    """A JSON schema whose objects have no property that it does not name, unless it says what those may be."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result = {keyword: _closed_under(keyword, value) for keyword, value in schema.items()}
+    if isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object":
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def _closed_under(keyword: str, value: Any) -> Any:
+    # The one is data, whatever it looks like, and what several schemas name together no one of them may close.
+    if keyword in ("enum", "const", "default", "examples") or (keyword == "allOf" and len(value) > 1):
+        return value
+    if keyword in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+        return {name: closed(inner) for name, inner in value.items()}
+    return closed(value)
+
+
+def _check_switch(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} is of type {type(value).__name__}; expected True, False or None")
+
+
+def _check_constraint(constraint: object, tools: Collection[Tool], answer: object) -> None:
+    if constraint is None:
+        return
+    if not isinstance(constraint, Constraint):
+        raise InvalidRequestError(
+            f"constraint={constraint!r} is of type {type(constraint).__name__}; expected a Constraint, for example "
+            'Constraint.regex("yes|no")'
+        )
+    if tools or answer is not None:
+        what = "tools" if tools else "a response_format"
+        raise InvalidRequestError(f"constraint and {what} were given; a reply can be held to one of them only")
