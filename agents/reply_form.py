@@ -123,11 +123,21 @@ def _tools(given: Sequence[ToolLike], strict: bool | None) -> tuple[Tool, ...]:
         if function.get("strict", strict) is not False:
             parameters = closed(parameters)
         tools.append(Tool(function["name"], function.get("description") or "", parameters))
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidRequestError(f"two tools have the name {name!r}; give each its own name")
-    return tuple(tools)
+    named: dict[str, Tool] = {}
+    for tool in tools:
+        known = named.setdefault(tool.name, tool)
+        # A class and the schema that was made of it are one tool.
+        if _untitled(known.parameters) != _untitled(tool.parameters):
+            raise InvalidRequestError(f"two tools have the name {tool.name!r}; give each its own name")
+    return tuple(named.values())
+
+
+def _untitled(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_untitled(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {key: _untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
 
 
 def _choice(value: Any, names: Sequence[str]) -> str:

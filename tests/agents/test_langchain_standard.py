@@ -32,7 +32,7 @@ class TestWithoutABase(ChatModelUnitTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return PARAMS
+        return {"model": "smollm2-135m"}
 
     @property
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
@@ -49,7 +49,7 @@ class Standard(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return PARAMS
+        return {"model": "smollm2-135m"}
 
     @property
     def model_override_value(self) -> str:
