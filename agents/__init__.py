@@ -2,9 +2,19 @@
 
 from offset_runtime.agents.chat_model import ChatOffset
 from offset_runtime.agents.llm import OffsetLLM
+from offset_runtime.agents.middleware import DomainMiddleware
 from offset_runtime.agents.node import agent_node
 from offset_runtime.agents.reranker import OffsetReranker
 from offset_runtime.agents.router import DomainRouter, RoutedState
 from offset_runtime.agents.transcript import History
 
-__all__ = ["ChatOffset", "DomainRouter", "History", "OffsetLLM", "OffsetReranker", "RoutedState", "agent_node"]
+__all__ = [
+    "ChatOffset",
+    "DomainMiddleware",
+    "DomainRouter",
+    "History",
+    "OffsetLLM",
+    "OffsetReranker",
+    "RoutedState",
+    "agent_node",
+]
