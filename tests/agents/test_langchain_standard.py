@@ -22,10 +22,9 @@ from offset_runtime.backends.fake import FakeBackend
 from offset_runtime.backends.llama_cpp import LlamaCppBackend
 from offset_runtime.backends.torch import TorchBackend
 
-# Without the penalty so small a base says one thing for ever, and its JSON never ends; with it, it does not copy a
-# name in a script that it hardly knows.
-PARAMS = {"model": "smollm2-135m", "max_tokens": 100, "repetition_penalty": 1.15}
-COPYING = "test_unicode_tool_call_integration"
+PARAMS = {"model": "smollm2-135m", "max_tokens": 100}
+# Where it writes at length so small a base says one thing for ever, and its JSON never ends.
+AT_LENGTH = ("test_structured_output", "test_json_mode")
 TOO_SMALL = "SmolLM2-135M calls no tool of its own accord: at 20 questions like this one in none, in any format"
 
 
@@ -91,8 +90,8 @@ class Standard(ChatModelIntegrationTests):
             **self.chat_model_params,
             **(getattr(request, "param", None) or {}),
         }
-        if request.node.name == COPYING:
-            del fields["repetition_penalty"]
+        if request.node.name.startswith(AT_LENGTH):
+            fields["repetition_penalty"] = 1.15
         model = ChatOffset(**fields, runtime=runtime)
 
         def read_twice(*, stream: bool = False) -> Any:
@@ -138,10 +137,12 @@ def tool_tuned(prompt: str) -> str:
     return "It is sunny."
 
 
-class TestTheLoopOfAnAgent:
-    """The test that a base without training on tools fails, on one whose replies are written for it."""
+@pytest.mark.parametrize("template_knows_tools", [False, True])
+def test_an_agents_loop_on_a_base_whose_replies_are_those_of_one_trained_on_tools(template_knows_tools: bool) -> None:
+    class Loop(ChatModelIntegrationTests):
+        @property
+        def chat_model_class(self) -> type[BaseChatModel]:
+            return ChatOffset
 
-    @pytest.mark.parametrize("template_knows_tools", [False, True])
-    def test_agent_loop(self, template_knows_tools: bool) -> None:
-        with OffsetRuntime(FakeBackend(tool_tuned, tools=template_knows_tools)) as runtime:
-            ChatModelIntegrationTests().test_agent_loop(ChatOffset(model="fake", runtime=runtime))
+    with OffsetRuntime(FakeBackend(tool_tuned, tools=template_knows_tools)) as runtime:
+        Loop().test_agent_loop(ChatOffset(model="fake", runtime=runtime))
