@@ -4,7 +4,9 @@ from offset_runtime.agents.chat_model import ChatOffset
 from offset_runtime.agents.llm import OffsetLLM
 from offset_runtime.agents.middleware import DomainMiddleware
 from offset_runtime.agents.node import agent_node
+from offset_runtime.agents.node_cache import domain_cache_policy
 from offset_runtime.agents.reranker import OffsetReranker
+from offset_runtime.agents.retry import retry_policy
 from offset_runtime.agents.router import DomainRouter, RoutedState
 from offset_runtime.agents.transcript import History
 
@@ -17,4 +19,6 @@ __all__ = [
     "OffsetReranker",
     "RoutedState",
     "agent_node",
+    "domain_cache_policy",
+    "retry_policy",
 ]

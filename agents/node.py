@@ -69,8 +69,33 @@ def agent_node(
     readable = None if reads is None else frozenset(reads)
     if history == "verbatim":
         model = _keeping(name, model)
-    turn = _Turn(Transcript(name, system_prompt, readable, history), model, route, upcoming)
-    return RunnableLambda(turn.run, turn.arun, name=name)
+    return AgentNode(_Turn(Transcript(name, system_prompt, readable, history), model, route, upcoming))
+
+
+class AgentNode(RunnableLambda[Any, Any]):
+    """What `agent_node` returns: the node, and what it was made of."""
+
+    def __init__(self, turn: _Turn) -> None:
+        super().__init__(turn.run, turn.arun, name=turn.transcript.name)
+        self._turn = turn
+
+    @property
+    def agent(self) -> str:
+        """The author of its replies."""
+        return self._turn.transcript.name
+
+    @property
+    def model(self) -> Runnable[LanguageModelInput, AIMessage]:
+        """Who speaks."""
+        return self._turn.model
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All else that decides what it replies to the same messages, and where that goes."""
+        route = self._turn.route
+        # Functions have no value to compare; a name tells apart those of different makers.
+        named = None if route is None else f"{route.__module__}.{getattr(route, '__qualname__', type(route))}"
+        return {"transcript": self._turn.transcript, "route": named}
 
 
 @dataclass(frozen=True, slots=True)

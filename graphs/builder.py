@@ -10,7 +10,7 @@ from langgraph.constants import START as GRAPH_START
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
-from offset_runtime.agents import ChatOffset, DomainRouter, RoutedState, agent_node
+from offset_runtime.agents import ChatOffset, DomainRouter, RoutedState, agent_node, retry_policy
 from offset_runtime.agents.sampling_fields import SAMPLING_FIELDS
 from offset_runtime.graphs.check import find_problems
 from offset_runtime.graphs.findings import raise_findings
@@ -45,14 +45,20 @@ def build_graph(
     state, under ``routes`` and the source's name, as in `RoutedState`.
 
     The base model is loaded by the first reply, not here. `runtime` runs all agents on a loaded base
-    instead of the one this process shares. Raises `WorkflowError` with everything that is wrong.
+    instead of the one this process shares. A node that fails for want of room (`RetryableError`) is run up to twice
+    more. Raises `WorkflowError` with everything that is wrong.
     """
     raise_findings(find_problems(workflow, files=False))
     graph = StateGraph[Any, None, Any, Any](RoutedState if any(e.route for e in workflow.edges) else MessagesState)
     for name, agent in workflow.agents.items():
         ends = tuple(_graph_name(target) for target in (*agent.handoffs, END)) if agent.handoffs else None
-        node = _node(workflow, name, agent, runtime)
-        graph.add_node(name, node, metadata={"domain": agent.domain}, destinations=ends)
+        graph.add_node(
+            name,
+            _node(workflow, name, agent, runtime),
+            metadata={"domain": agent.domain},
+            destinations=ends,
+            retry_policy=retry_policy(),
+        )
     for index, edge in enumerate(workflow.edges):
         if edge.route:
             _add_route(graph, workflow, edge, runtime)
@@ -142,7 +148,12 @@ def _add_route(
     # An edge cannot write into the state, so a node between the two scores.
     router = DomainRouter(chat_model(workflow, Agent(), runtime), edge.domains, margin=edge.margin or 0.0)
     targets = {key: _graph_name(target) for key, target in edge.targets.items()}
-    graph.add_node(ROUTE + source, router.node(source, targets), destinations=tuple(dict.fromkeys(targets.values())))
+    graph.add_node(
+        ROUTE + source,
+        router.node(source, targets),
+        destinations=tuple(dict.fromkeys(targets.values())),
+        retry_policy=retry_policy(),
+    )
     graph.add_edge(_graph_name(source), ROUTE + source)
 
 

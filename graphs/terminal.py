@@ -213,6 +213,8 @@ class _PlainView:
     def show(self, event: WorkflowEvent) -> None:
         match event:
             case AgentStarted(agent, domain):
+                # What is left is of a reply that failed, and is written again.
+                self._flush(agent)
                 self._write(agent, f"[{domain or 'plain base'}]")
             case AgentToken(agent, _, text):
                 self._add(agent, text)

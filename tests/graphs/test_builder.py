@@ -13,8 +13,22 @@ import pytest
 from langchain_core.messages import HumanMessage
 
 from offset_runtime import LlamaCppOptions, OffsetRuntime
-from offset_runtime.errors import BaseModelMismatchError, ContextOverflowError, PromptFormatError, WorkflowError
-from offset_runtime.graphs import Workflow, build_graph, load_workflow, make_graph
+from offset_runtime.errors import (
+    BaseModelMismatchError,
+    ContextOverflowError,
+    PromptFormatError,
+    QueueFullError,
+    WorkflowError,
+)
+from offset_runtime.graphs import (
+    AgentFinished,
+    Workflow,
+    build_graph,
+    load_workflow,
+    make_graph,
+    run_workflow,
+    sqlite_checkpoints,
+)
 from offset_runtime.graphs.builder import chat_model
 from offset_runtime.graphs.schema import Agent
 
@@ -328,3 +342,42 @@ def test_the_names_the_package_offers_are_sorted_and_complete() -> None:
     assert graphs.__all__ == sorted(graphs.__all__)
     assert all(hasattr(graphs, name) for name in graphs.__all__)
     assert load_workflow.__module__.startswith("offset_runtime.graphs")
+
+
+class _Refusals:
+    """Has a runtime's engine refuse the first requests."""
+
+    def __init__(self, runtime: OffsetRuntime, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.asked = 0
+        submit = runtime.engine.submit
+
+        def refused(*request: Any) -> Any:
+            self.asked += 1
+            if self.asked <= count:
+                raise QueueFullError("full")
+            return submit(*request)
+
+        monkeypatch.setattr(runtime.engine, "submit", refused)
+
+
+def test_an_agent_that_finds_no_room_is_run_again(
+    fake_runtime: OffsetRuntime, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = workflow({"a": {"max_tokens": 2}}, [{"source": "START", "target": "a"}, {"source": "a", "target": "END"}])
+    # The chat model asks three times by itself.
+    refusals = _Refusals(fake_runtime, monkeypatch, count=3)
+
+    assert [agent for agent, _ in turns(build_graph(made, runtime=fake_runtime))] == ["a"]
+    assert refusals.asked == 4
+
+
+def test_a_workflow_stops_before_an_agent_and_goes_on(fake_runtime: OffsetRuntime, tmp_path: Path) -> None:
+    thread: Any = {"configurable": {"thread_id": "t"}}
+    with sqlite_checkpoints(tmp_path / "checkpoints.sqlite") as saver:
+        graph = build_graph(FORK, checkpointer=saver, runtime=fake_runtime)
+        stopped = graph.invoke(INPUT, thread, interrupt_before=["last"])
+        assert graph.get_state(thread).next == ("last",)
+        agents = [event.agent for event in run_workflow(graph, None, config=thread) if isinstance(event, AgentFinished)]
+
+    assert sorted(str(m.name) for m in stopped["messages"][1:]) == ["first", "left", "right"]
+    assert agents == ["last"]

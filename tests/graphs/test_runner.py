@@ -90,6 +90,25 @@ def test_an_agent_that_speaks_twice_has_two_turns(scripted: Callable[..., Offset
     assert [e.agent for e in events if isinstance(e, AgentFinished)] == ["a", "b", "a", "b"]
 
 
+def test_more_parallel_agents_than_the_machine_has_threads_share_one_batch(watched: Any) -> None:
+    # LangGraph's own executor has at most 32, on any machine.
+    names = [f"a{number}" for number in range(40)]
+    runtime = watched(expected=len(names))
+    made = Workflow.model_validate(
+        {
+            "version": 1,
+            "name": "fan",
+            "model": {"base": "fake"},
+            "agents": {name: {"max_tokens": 1} for name in names},
+            "edges": [{"source": "START", "target": names}, *({"source": name, "target": "END"} for name in names)],
+        }
+    )
+
+    events = list(run_workflow(build_graph(made, runtime=runtime), "hello"))
+
+    assert sorted(e.agent for e in events if isinstance(e, AgentFinished)) == sorted(names)
+
+
 def test_an_event_is_a_json_record() -> None:
     assert event_record(AgentToken("a", None, "x")) == {
         "event": "agent_token",
