@@ -2,6 +2,7 @@
 
 from offset_runtime.agents.chat_model import ChatOffset
 from offset_runtime.agents.llm import OffsetLLM
+from offset_runtime.agents.middleware import DomainMiddleware
 from offset_runtime.agents.node import agent_node
 from offset_runtime.agents.node_cache import domain_cache_policy
 from offset_runtime.agents.reranker import OffsetReranker
@@ -11,6 +12,7 @@ from offset_runtime.agents.transcript import History
 
 __all__ = [
     "ChatOffset",
+    "DomainMiddleware",
     "DomainRouter",
     "History",
     "OffsetLLM",

@@ -173,8 +173,8 @@ class ChatOffset(Connection, BaseChatModel):
         """Return a runnable whose output is an object of `schema`: a Pydantic class, a `TypedDict` or a JSON schema.
 
         The reply is held to it while it is decoded, and told of it. `method`: ``"json_schema"``; ``"function_calling"``
-        has the reply call a tool of that schema; ``"json_mode"`` holds it to any JSON object, and what that is to be
-        the prompt must say. `strict`: False lets objects have properties that their schema does not name.
+        has the reply call a tool of that schema; ``"json_mode"`` leaves it to the user's prompt to tell of it.
+        `strict`: False lets objects have properties that their schema does not name.
         `include_raw`: return a dict with `raw` (the message), `parsed` and `parsing_error` instead of raising.
 
         Raises `ConstraintError` for a schema that a reply cannot be held to, `InvalidRequestError` for what is none,

@@ -33,13 +33,15 @@ class ReplyForm:
     """What a reply must be. `choice`: ``"auto"``, ``"none"``, ``"any"``, or the name of the one tool to call.
 
     `parallel`: whether more than the first call of a reply counts. `answer`: the JSON schema of a reply that calls no
-    tool, or None for any text. `constraint`: what the whole reply must be; it leaves no room for the others.
+    tool, or None for any text; `told`: whether the system prompt says so. `constraint`:
+    what the whole reply must be; it leaves no room for the others.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: str = _AUTO
     parallel: bool = True
     answer: Mapping[str, Any] | None = None
+    told: bool = False
     constraint: Constraint | None = None
 
     @classmethod
@@ -55,10 +57,10 @@ class ReplyForm:
         _check_switch("parallel_tool_calls", parallel)
         tools = _tools(arguments.get("tools") or (), strict)
         choice = _choice(arguments.get("tool_choice"), [tool.name for tool in tools])
-        answer = _answer(arguments.get("response_format"), strict)
+        answer, told = _answer(arguments.get("response_format"), strict)
         constraint = arguments.get("constraint")
         _check_constraint(constraint, tools, answer)
-        form = cls(tools if choice != _NONE else (), choice, parallel is not False, answer, constraint)
+        form = cls(tools if choice != _NONE else (), choice, parallel is not False, answer, told, constraint)
         form._check_schemas()
         return form
 
@@ -72,8 +74,7 @@ class ReplyForm:
     @property
     def instructions(self) -> str:
         """What the system prompt has to say of the answer; empty where there is nothing."""
-        # An object of any kind says nothing that the user's own words must not say better.
-        if self.answer is None or self.answer == {"type": "object"}:
+        if not self.told:
             return ""
         return f"Answer with JSON of this schema:\n{json.dumps(self.answer, ensure_ascii=False)}"
 
@@ -165,9 +166,10 @@ def _named(value: Any) -> Any:
     return value.get("name", value.get("type", ""))
 
 
-def _answer(response_format: Any, strict: bool | None) -> Mapping[str, Any] | None:
+def _answer(response_format: Any, strict: bool | None) -> tuple[Mapping[str, Any] | None, bool]:
+    """The JSON schema of the answer, and whether the model is told of it."""
     if response_format is None:
-        return None
+        return None, False
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in _RESPONSE_TYPES:
         raise InvalidRequestError(
@@ -176,17 +178,19 @@ def _answer(response_format: Any, strict: bool | None) -> Mapping[str, Any] | No
             "with_structured_output makes one of a Pydantic class."
         )
     if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    told = response_format.get("json_schema")
-    schema = told.get("schema") if isinstance(told, Mapping) else None
+        return None, False
+    # As servers of llama.cpp have it, JSON without a word of it in the prompt may have a schema too.
+    described = response_format if kind == "json_object" else response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if kind == "json_object" and schema is None:
+        return {"type": "object"}, False
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(
-            'response_format is of type json_schema and has no schema; expected {"type": "json_schema", "json_schema": '
-            '{"name": "answer", "schema": {…}}}'
+            f"response_format is of type {kind} and its schema is {schema!r}; expected "
+            '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {…}}}'
         )
-    return schema if told.get("strict", strict) is False else closed(schema)
+    loose = described.get("strict", strict) is False
+    return schema if loose else closed(schema), kind == "json_schema"
 
 
 def closed(schema: Any) -> Any:

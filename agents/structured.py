@@ -74,9 +74,9 @@ def structured(
 
 
 def _response_format(schema: Any, method: StructuredMethod, strict: bool | None) -> dict[str, Any]:
-    if method == "json_mode":
-        return {"type": "json_object"}
     found = _json_schema(schema)
+    if method == "json_mode":
+        return {"type": "json_object", "schema": found, **({} if strict is None else {"strict": strict})}
     described: dict[str, Any] = {"name": str(found.get("title", "answer")), "schema": found}
     if strict is not None:
         described["strict"] = strict

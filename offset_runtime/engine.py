@@ -32,6 +32,7 @@ from offset_runtime.request import CacheUse, Completion, Delta, Event, Request, 
 from offset_runtime.scheduler import Scheduler
 from offset_runtime.sharing import Sharing
 from offset_runtime.state_folder import StateFolder
+from offset_runtime.tracing import tracing
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +75,13 @@ class Engine:
     """Runs requests of any domains in one batch on one thread.
 
     Usable as a context manager. `submit` may be called from any thread; events reach `sink` on the
-    engine's thread, so a sink must only hand them on.
+    engine's thread, so a sink must only hand them on. `model`: what traces call the base model; None: its architecture.
     """
 
-    def __init__(self, backend: Backend, settings: EngineSettings | None = None) -> None:
+    def __init__(self, backend: Backend, settings: EngineSettings | None = None, *, model: str | None = None) -> None:
         self.backend = backend
         self.settings = settings or EngineSettings()
+        self._tracing = tracing(model or backend.identity.architecture)
         capabilities = backend.capabilities
         self._scheduler: Scheduler[Job] = Scheduler(
             max_running=min(self.settings.max_running, capabilities.max_sequences or self.settings.max_running),
@@ -130,6 +132,16 @@ class Engine:
 
         The model's first request with a constraint takes up to a second here, in which its vocabulary is read.
         """
+        span = None if self._tracing is None else self._tracing.begin(request)
+        if span is None:
+            return self._submit(request, sink)
+        try:
+            return self._submit(request, span.follow(sink))
+        except OffsetError as error:
+            span.fail(error)
+            raise
+
+    def _submit(self, request: Request, sink: Sink) -> Ticket:
         check_request(request, self.backend.capabilities, self.backend.identity.hidden_size)
         self._check_open()
         # Here and not on the engine's thread, whose other requests would wait for it.
@@ -350,6 +362,7 @@ class Engine:
             held = self._cache_figures
             used = CacheUse(held.entries, held.bytes, held.evictions - job.evictions_before)
             outcome = replace(outcome, cache=used)
+        _log_end(job, outcome)
         try:
             job.sink(outcome)
         except Exception:
@@ -375,3 +388,26 @@ def _as_generation_error(error: Exception) -> OffsetError:
     wrapped = GenerationError(f"the model failed on this request: {error!r}; other requests are not affected")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _log_end(job: Job, outcome: Event) -> None:
+    if not _log.isEnabledFor(logging.DEBUG):
+        return
+    placements = job.request.placements
+    domain = placements[-1].offset.domain if placements else None
+    if isinstance(outcome, Completion):
+        usage, timings = outcome.usage, outcome.timings
+        _log.debug(
+            "domain %s: %d tokens read (%d from the cache), %d written, ended by %s; queue %.3f s, prefill %.3f s, "
+            "decode %.3f s",
+            domain,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+            outcome.finish_reason,
+            timings.queue_s,
+            timings.prefill_s,
+            timings.decode_s,
+        )
+    else:
+        _log.debug("domain %s: ended by %s after %d tokens", domain, type(outcome).__name__, len(job.output_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,13 @@ def load_backend(spec: ModelSpec) -> Backend:
     not possible here, or not for the backend the model runs on, and `OffsetError` when llama-cpp-python is
     missing or the cache of models cannot be written.
     """
+    started = time.monotonic()
+    backend = _load(spec)
+    _log.info("loaded %s on %s in %.1f s", spec.base, backend.name, time.monotonic() - started)
+    return backend
+
+
+def _load(spec: ModelSpec) -> Backend:
     name, source = _resolved(spec)
     if name == "fake":
         from offset_runtime.backends.fake import FakeBackend

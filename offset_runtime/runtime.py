@@ -53,12 +53,13 @@ class OffsetRuntime:
     """A loaded base model, its engine, and the domains registered on it.
 
     A domain is an argument of each request, given by name or as a `DomainOffset`; None is the plain
-    base. Nothing is ever active for the model as a whole. Usable as a context manager.
+    base. Nothing is ever active for the model as a whole. Usable as a context manager. `model`: what traces call the
+    base model; None: its architecture.
     """
 
-    def __init__(self, backend: Backend, *, settings: EngineSettings | None = None) -> None:
+    def __init__(self, backend: Backend, *, settings: EngineSettings | None = None, model: str | None = None) -> None:
         self.backend = backend
-        self.engine = Engine(backend, settings)
+        self.engine = Engine(backend, settings, model=model)
         self._offsets: dict[str, DomainOffset] = {}
         self._checked: set[str] = set()
         # Kept, since each knows which of its files are damaged and are to be written again.
@@ -81,7 +82,7 @@ class OffsetRuntime:
         if store is not None:
             found = store if isinstance(store, OffsetStore) else OffsetStore(store)
             offsets = [found.get(domain) for domain in found.domains()]
-        runtime = cls(load_backend(spec), settings=settings)
+        runtime = cls(load_backend(spec), settings=settings, model=spec.base)
         try:
             for offset in offsets:
                 runtime.register(offset)

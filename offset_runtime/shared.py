@@ -37,7 +37,7 @@ class SharedRuntimes:
             if runtime is not None:
                 # An engine that died still holds its model, and two may not fit in memory.
                 runtime.close()
-            runtime = OffsetRuntime(load_backend(spec), settings=settings)
+            runtime = OffsetRuntime(load_backend(spec), settings=settings, model=spec.base)
             with self._lock:
                 self._runtimes[key] = runtime
             return runtime

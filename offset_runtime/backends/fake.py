@@ -99,6 +99,8 @@ class FakeBackend:
         self._script = script
         self._sequences: dict[SequenceId, list[bytes]] = {}
         self._next_id = 0
+        # What was read at a position, an embedding with or without an offset's row -> the token it is nearest to.
+        self._nearest: dict[bytes, int] = {}
         self.tokenizer = FakeTokenizer(tools=tools)
         self.capabilities = Capabilities(
             context_tokens=context_tokens,
@@ -226,9 +228,12 @@ class FakeBackend:
         return wanted[at] if 0 <= at < len(wanted) else None
 
     def _nearest_ids(self, read: list[bytes]) -> list[int]:
-        rows = np.stack([np.frombuffer(item, dtype=np.float32) for item in read])
-        distances = ((rows[:, None, :] - self._rows[None, :, :]) ** 2).sum(axis=2)
-        return [int(i) for i in distances.argmin(axis=1)]
+        new = [item for item in dict.fromkeys(read) if item not in self._nearest]
+        if new:
+            rows = np.stack([np.frombuffer(item, dtype=np.float32) for item in new])
+            distances = ((rows[:, None, :] - self._rows[None, :, :]) ** 2).sum(axis=2)
+            self._nearest.update(zip(new, map(int, distances.argmin(axis=1)), strict=True))
+        return [self._nearest[item] for item in read]
 
     def _read(self, sequence: SequenceId) -> list[bytes]:
         try:

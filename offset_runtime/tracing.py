@@ -1,0 +1,119 @@
+"""OpenTelemetry spans of requests, where opentelemetry-api is installed (the extra `otel`).
+
+Each request is a span with a child each for its time in the queue, in prefill and in decode. Attributes are those of
+OpenTelemetry's conventions for generative AI, and what is ours under ``offset_runtime.``; no text of prompts or replies
+is among them. Where spans go is the application's choice; without a tracer provider of its own none are made.
+https://opentelemetry.io/docs/specs/semconv/gen-ai/
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from offset_runtime.errors import RequestCancelledError
+from offset_runtime.request import Completion, Event, Request, Sink
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+_OPERATION = "generate_content"
+_NS = 1_000_000_000
+
+
+class Tracing:
+    """Makes the spans of one engine. `model`: the base model's name."""
+
+    def __init__(self, tracer: Tracer, model: str) -> None:
+        self._tracer = tracer
+        self._model = model
+
+    def begin(self, request: Request) -> RequestSpan | None:
+        """Start the span of a request, under the caller's current one; None where nobody records it."""
+        known = {"gen_ai.operation.name": _OPERATION, "gen_ai.request.model": self._model}
+        span = self._tracer.start_span(f"{_OPERATION} {self._model}", attributes=known)
+        if not span.is_recording():
+            return None
+        span.set_attributes({"gen_ai.provider.name": "offset_runtime", **_asked(request)})
+        return RequestSpan(self._tracer, span)
+
+
+class RequestSpan:
+    """The span of one request, which ends with it."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._started_ns = time.time_ns()
+
+    def follow(self, sink: Sink) -> Sink:
+        """Return `sink`, with an eye on how the request ends."""
+
+        def watched(event: Event) -> None:
+            if isinstance(event, Completion):
+                self._complete(event)
+            elif isinstance(event, Exception):
+                self.fail(event)
+            sink(event)
+
+        return watched
+
+    def fail(self, error: Exception) -> None:
+        """End the span with what went wrong; to be cancelled by the caller is no error."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if isinstance(error, RequestCancelledError):
+            self._span.set_attribute("gen_ai.response.finish_reasons", ["cancelled"])
+        else:
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.record_exception(error)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self._span.end()
+
+    def _complete(self, completion: Completion) -> None:
+        usage, timings = completion.usage, completion.timings
+        self._span.set_attributes(
+            {
+                "gen_ai.response.finish_reasons": [completion.finish_reason],
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.output_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            }
+        )
+        at = self._started_ns
+        for name, seconds in (("queue", timings.queue_s), ("prefill", timings.prefill_s), ("decode", timings.decode_s)):
+            at = self._phase(name, at, at + round(seconds * _NS))
+        self._span.end(at)
+
+    def _phase(self, name: str, start_ns: int, stop_ns: int) -> int:
+        from opentelemetry.trace import set_span_in_context
+
+        child = self._tracer.start_span(name, context=set_span_in_context(self._span), start_time=start_ns)
+        child.end(stop_ns)
+        return stop_ns
+
+
+def tracing(model: str) -> Tracing | None:
+    """The tracing of an engine; None where opentelemetry-api is not installed."""
+    try:
+        from opentelemetry.trace import get_tracer
+    except ImportError:
+        return None
+    return Tracing(get_tracer("offset_runtime"), model)
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    sampling = request.sampling
+    asked: dict[str, Any] = {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "offset_runtime.background": request.background,
+        "offset_runtime.constrained": request.constraint is not None,
+    }
+    if sampling.seed is not None:
+        asked["gen_ai.request.seed"] = sampling.seed
+    if request.placements:
+        # Those before it lie on earlier turns of other authors.
+        own = request.placements[-1].offset
+        asked |= {"offset_runtime.domain": own.domain, "offset_runtime.offset_digest": own.digest}
+    return asked
