@@ -70,3 +70,44 @@ def test_the_report_shows_means_over_domains_with_the_spread_of_seeds_and_leaves
         in lines
     )
     assert (tmp_path / "anchors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def routed(domain: str, tokens: int, router: dict[str, float], asked: str) -> dict[str, Any]:
+    ways = ("names", "names, calibrated", "words", "words, calibrated")
+    answer = {name: -1.0 - (name != asked) for name in router}
+    return {"domain": domain, "tokens": tokens, "router": router} | dict.fromkeys(ways, answer)
+
+
+def test_the_report_of_routing_counts_who_was_given_what_and_how_clearly(tmp_path: Path) -> None:
+    report = loaded("routing_report")
+    rows = [
+        routed("news", 32, {"news": 0.5, "speech": 0.1}, "speech"),
+        routed("news", 32, {"news": 0.11, "speech": 0.1}, "speech"),
+        routed("speech", 32, {"news": 0.2, "speech": 0.14}, "speech"),
+        routed("speech", 32, {"news": 0.1, "speech": 0.9}, "speech"),
+        routed("news", 16, {"news": 0.1, "speech": 0.9}, "news"),
+    ]
+
+    lines = list(report.tables(rows))
+    report.plot(report.of_length(rows, 32), tmp_path / "routing.png")
+
+    assert "| 32 | 4 | 75 % | 50 % | 50 % | 50 % | 50 % |" in lines
+    assert "| 16 | 1 | 0 % | 100 % | 100 % | 100 % | 100 % |" in lines
+    assert "| 0.02 | 100 % | 0 % | 75 % | 67 % |" in lines
+    assert "| 0.1 | 100 % | 0 % | 50 % | 100 % |" in lines
+    assert report.confusion(report.of_length(rows, 32), "router") == [[2, 0], [1, 1]]
+    assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_reranking_shows_what_the_offset_adds_and_how_sure_that_is() -> None:
+    report = loaded("reranking_report")
+    ranks = [{"base": 2, "own": 1, "other": 4}, {"base": 1, "own": 1, "other": 1}]
+    rows = [{"domain": "news", "other": "speech", "documents": 2, "ranks": each} for each in ranks * 20]
+
+    [_, _, news, everything] = report.table(rows)
+
+    assert news.startswith("| news | 40 | 0.750 | 0.750 | 1.000 | 0.625 | 50 % | 100 % | 50 % | +0.250 [+0.")
+    assert everything == news.replace("news", "all")
+    low, high = report.interval([0.0, 1.0] * 50)
+    assert low == pytest.approx(0.4, abs=0.02)
+    assert high == pytest.approx(0.6, abs=0.02)

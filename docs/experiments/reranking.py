@@ -1,20 +1,24 @@
 """How well queries find their documents under their domain's offset, another domain's, and none.
 
-    python docs/experiments/reranking.py --store examples/newsroom/offsets --docs news=news.jsonl --docs speech=...
+    python docs/experiments/reranking.py --store examples/newsroom/offsets --docs news=news.jsonl --docs speech=... \\
+        --results reranking.jsonl
 
 A query is the first sentence of a held-out document, and the rest of that document is to be found among the rests of
-others of the same domain. Prints for each domain the mean reciprocal rank under the plain base, the own offset and
-that of the next domain; chance is beside it.
+others of the same domain. Adds a line to the results for each query and offset, with the rank of the right document;
+another domain's offset is that of the next one named. `reranking_report.py` makes a table of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from langchain_core.documents import Document
 
+from offset_runtime import LlamaCppOptions
 from offset_runtime.agents import ChatOffset, OffsetReranker
 from offset_runtime.documents import read_documents
 
@@ -28,47 +32,42 @@ def pairs(path: str, count: int) -> list[tuple[str, str]]:
     return [(found[1], found[2]) for found in split if found][-count:]
 
 
-def reciprocal_rank(reranker: OffsetReranker, query: str, rests: Sequence[str], right: int) -> float:
-    documents = [Document(text, metadata={"right": index == right}) for index, text in enumerate(rests)]
+def rank(reranker: OffsetReranker, query: str, rests: Sequence[str], right: int) -> int:
+    """The place, from 1, of the document with index `right`."""
+    documents = [Document(text, metadata={"index": index}) for index, text in enumerate(rests)]
     ranked = reranker.compress_documents(documents, query)
-    return 1 / (1 + next(place for place, document in enumerate(ranked) if document.metadata["right"]))
-
-
-def mean_reciprocal_rank(reranker: OffsetReranker, found: Sequence[tuple[str, str]], queries: int) -> float:
-    rests = [rest for _, rest in found]
-    asked = range(min(queries, len(found)))
-    return sum(reciprocal_rank(reranker, found[index][0], rests, index) for index in asked) / len(asked)
+    return 1 + next(place for place, document in enumerate(ranked) if document.metadata["index"] == right)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--threads", type=int, help="of llama.cpp")
     parser.add_argument("--store", required=True)
     parser.add_argument("--docs", action="append", required=True, metavar="DOMAIN=FILE.jsonl")
-    parser.add_argument("--queries", type=int, default=11, help="of each domain")
-    parser.add_argument("--distractors", type=int, default=10, help="documents beside the right one")
+    parser.add_argument("--documents", type=int, default=20, help="of each domain; each is asked for among them all")
     parser.add_argument("--tokens", type=int, default=64, help="of each document that are read")
+    parser.add_argument("--results", type=Path, required=True)
     given = parser.parse_args()
     files = dict(path.split("=", 1) for path in given.docs)
     names = list(files)
-    model = ChatOffset(model=given.model, backend=given.backend, store=given.store)
-    print(f"{'domain':<12}{'queries':>8}{'chance':>8}{'base':>8}{'own':>8}{'wrong':>8}  (wrong: whose)")
-    for index, domain in enumerate(names):
-        found = pairs(files[domain], given.distractors + 1)
-        if len(found) < 2:
-            print(f"{domain:<12} has no two documents with a first sentence and a rest")
-            continue
-        wrong = names[(index + 1) % len(names)]
-        figures = [
-            mean_reciprocal_rank(
-                OffsetReranker(model=model, domain=each, max_tokens=given.tokens), found, given.queries
-            )
-            for each in (None, domain, wrong)
-        ]
-        chance = sum(1 / rank for rank in range(1, len(found) + 1)) / len(found)
-        shown = "".join(f"{figure:>8.3f}" for figure in (chance, *figures))
-        print(f"{domain:<12}{min(given.queries, len(found)):>8}{shown}  ({wrong})", flush=True)
+    options = LlamaCppOptions() if given.threads is None else LlamaCppOptions(n_threads=given.threads)
+    model = ChatOffset(model=given.model, backend=given.backend, llama_cpp=options, store=given.store)
+    with given.results.open("a", encoding="utf-8") as file:
+        for place, domain in enumerate(names):
+            found = pairs(files[domain], given.documents)
+            wrong = names[(place + 1) % len(names)]
+            under = {"base": None, "own": domain, "other": wrong}
+            rerankers = {
+                name: OffsetReranker(model=model, domain=offset, max_tokens=given.tokens)
+                for name, offset in under.items()
+            }
+            rests = [rest for _, rest in found]
+            for right, (query, _) in enumerate(found):
+                ranks = {name: rank(reranker, query, rests, right) for name, reranker in rerankers.items()}
+                row = {"domain": domain, "other": wrong, "documents": len(found), "ranks": ranks}
+                print(json.dumps(row), file=file, flush=True)
 
 
 if __name__ == "__main__":

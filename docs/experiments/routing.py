@@ -1,61 +1,42 @@
 """How often a likelihood router finds the domain of a text, beside asking the base model.
 
-    python docs/experiments/routing.py --store examples/newsroom/offsets --docs news=news.jsonl --docs speech=...
+    python docs/experiments/routing.py --store examples/newsroom/offsets --docs news=news.jsonl --docs speech=... \\
+        --called "news=a news report" --called "speech=..." --results routing.jsonl
 
 Takes the first tokens of the last documents of each file, which no offset was trained on. The base model is asked in
-its own words, without an offset, and its answer is the name that it finds likeliest, so nothing is generated there
-either; "calibrated" is that less how likely the name is where the text is left out. Prints a confusion matrix for
-each, and what share of the texts is routed, and how often rightly, at rising margins.
+its own words, without an offset, which of the domains the text is of, by their names and by what `--called` says they
+are; its answer is the one that it finds likeliest, so nothing is generated there either. "Calibrated" is that less how
+likely the answer is where the text is left out. Adds a line to the results for each text and length, with the score of
+each domain in each way; `routing_report.py` makes tables of them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 
+from offset_runtime import LlamaCppOptions
 from offset_runtime.agents import ChatOffset, DomainRouter
 from offset_runtime.agents.likelihood import first_tokens, likelihood_request, total
 from offset_runtime.agents.submission import run_together
 from offset_runtime.documents import read_documents
 
-MARGINS = (0.0, 0.02, 0.05, 0.1, 0.2)
+Scores = dict[str, float]
+# By its name, what each domain is called in the question.
+Ways = Mapping[str, Mapping[str, str]]
 
 
-@dataclass(slots=True)
-class Confusion:
-    """How many texts of each domain (rows) were given to each (columns)."""
-
-    domains: Sequence[str]
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def add(self, domain: str, given: str) -> None:
-        self.counts[domain, given] += 1
-
-    def show(self, title: str) -> None:
-        right = sum(self.counts[domain, domain] for domain in self.domains)
-        texts = self.counts.total()
-        width = max(map(len, self.domains)) + 2
-        print(f"\n{title}: {right} of {texts} right, {100 * right / texts:.0f} %")
-        print(" " * width + "".join(f"{name:>{width}}" for name in self.domains))
-        for domain in self.domains:
-            row = "".join(f"{self.counts[domain, given]:>{width}}" for given in self.domains)
-            print(f"{domain:<{width}}{row}")
-
-
-def asked(model: ChatOffset, domains: Sequence[str], text: str) -> dict[str, float]:
-    """Log-likelihood of each domain's name as the plain base's answer to which of them `text` is."""
-    question = f"{text}\n\nWhich of {', '.join(domains)} is this text? Answer with one word."
+def asked(model: ChatOffset, called: Mapping[str, str], text: str) -> Scores:
+    """Log-likelihood of what each domain is called as the plain base's answer to which of them `text` is."""
+    words = "one word" if all(name.isalpha() for name in called.values()) else "one of them"
+    question = f"{text}\n\nWhich of {', '.join(called.values())} is this text? Answer with {words}."
     runtime, messages = model.load_runtime(), [{"role": "user", "content": question}]
-    names = [runtime.backend.tokenizer.encode(name) for name in domains]
-    requests = [likelihood_request(model, None, messages, name) for name in names]
+    answers = [runtime.backend.tokenizer.encode(name) for name in called.values()]
+    requests = [likelihood_request(model, None, messages, answer) for answer in answers]
     found = run_together(runtime, requests, model.max_retries)
-    return dict(zip(domains, map(total, found), strict=True))
-
-
-def best(scores: Mapping[str, float]) -> str:
-    return max(scores, key=lambda name: scores[name])
+    return dict(zip(called, map(total, found), strict=True))
 
 
 def held_out(paths: Sequence[str], documents: int) -> dict[str, list[str]]:
@@ -63,43 +44,42 @@ def held_out(paths: Sequence[str], documents: int) -> dict[str, list[str]]:
     return {name: [item.text for item in read_documents([path]).items[-documents:]] for name, path in named}
 
 
-def show_margins(leads: Sequence[tuple[float, bool]]) -> None:
-    print("\nmargin   routed   right of those")
-    for margin in MARGINS:
-        kept = [right for lead, right in leads if lead >= margin]
-        share = f"{100 * sum(kept) / len(kept):.0f} %" if kept else "-"
-        print(f"{margin:6.2f}   {100 * len(kept) / len(leads):4.0f} %   {share}")
+def judged(router: DomainRouter, model: ChatOffset, ways: Ways, text: str) -> dict[str, Scores]:
+    """The score of each domain, by the router and in each way to ask, as it is and calibrated."""
+    found = {"router": {str(score.domain): score.difference_per_token for score in router.scores(text)}}
+    start = first_tokens(model.load_runtime(), text.strip(), router.max_tokens)
+    for way, called in ways.items():
+        answer, empty = asked(model, called, start), asked(model, called, "")
+        found[way] = answer
+        found[f"{way}, calibrated"] = {name: answer[name] - empty[name] for name in called}
+    return {way: {name: round(score, 3) for name, score in scores.items()} for way, scores in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--threads", type=int, help="of llama.cpp")
     parser.add_argument("--store", required=True)
     parser.add_argument("--docs", action="append", required=True, metavar="DOMAIN=FILE.jsonl")
-    parser.add_argument("--documents", type=int, default=20, help="of each domain, from the end of its file")
-    parser.add_argument("--tokens", type=int, default=40, help="of each document, from its beginning")
+    parser.add_argument("--called", action="append", required=True, metavar="DOMAIN=WORDS")
+    parser.add_argument("--documents", type=int, default=40, help="of each domain, from the end of its file")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32, 64], help="of each document, from its start")
+    parser.add_argument("--results", type=Path, required=True)
     given = parser.parse_args()
     texts = held_out(given.docs, given.documents)
     domains = list(texts)
-    model = ChatOffset(model=given.model, backend=given.backend, store=given.store)
-    router = DomainRouter(model, domains, max_tokens=given.tokens)
-    routed, plain, calibrated = Confusion(domains), Confusion(domains), Confusion(domains)
-    empty = asked(model, domains, "")
-    leads: list[tuple[float, bool]] = []
-    for domain in domains:
-        for text in texts[domain]:
-            scores = router.scores(text)
-            first, second = (score.difference_per_token for score in scores[:2])
-            routed.add(domain, str(scores[0].domain))
-            leads.append((first - second, scores[0].domain == domain))
-            answer = asked(model, domains, first_tokens(model.load_runtime(), text.strip(), given.tokens))
-            plain.add(domain, best(answer))
-            calibrated.add(domain, best({name: answer[name] - empty[name] for name in domains}))
-    routed.show("likelihood router")
-    plain.show("base model, asked")
-    calibrated.show("base model, asked, calibrated")
-    show_margins(leads)
+    described = dict(pair.split("=", 1) for pair in given.called)
+    ways = {"names": dict(zip(domains, domains, strict=True)), "words": {name: described[name] for name in domains}}
+    options = LlamaCppOptions() if given.threads is None else LlamaCppOptions(n_threads=given.threads)
+    model = ChatOffset(model=given.model, backend=given.backend, llama_cpp=options, store=given.store)
+    with given.results.open("a", encoding="utf-8") as file:
+        for tokens in given.tokens:
+            router = DomainRouter(model, domains, max_tokens=tokens)
+            for domain in domains:
+                for text in texts[domain]:
+                    row = {"domain": domain, "tokens": tokens, **judged(router, model, ways, text)}
+                    print(json.dumps(row), file=file, flush=True)
 
 
 if __name__ == "__main__":
