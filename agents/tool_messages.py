@@ -74,8 +74,9 @@ class ToolMessages:
 
 def broken_end(arguments: str) -> str:
     """What makes LangChain read `arguments` as no valid call, however they were cut; empty where it does already."""
-    ends = ("", "]", '"]', '\\"]', '"]]')
-    return next((end for end in ends if not _completes(arguments + end)), ends[-1])
+    # A bracket that closes nothing, behind the end of the text that the cut may have fallen in.
+    ends = ("", *(text + bracket for text in ("", '"', '\\"') for bracket in "]}"))
+    return next(end for end in ends if not _completes(arguments + end))
 
 
 def _completes(arguments: str) -> bool:
