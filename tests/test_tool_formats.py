@@ -61,9 +61,6 @@ TREE = Tool(
                     "leaf": {"type": "boolean"},
                     "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
                 },
-                    "leaf": {"type": "boolean"},
-                    "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
-                },
                 "required": ["leaf", "next"],
                 "additionalProperties": False,
             }

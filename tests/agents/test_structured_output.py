@@ -73,10 +73,8 @@ def test_objects_have_no_property_that_is_not_named_unless_strict_is_false(model
     empty = {"title": "Empty", "type": "object", "properties": {}}
 
     assert model.with_structured_output(empty).invoke("hello") == {}
-    found = {
-        str(model.with_structured_output(empty, strict=False).invoke(f"hello {n}", max_tokens=900)) for n in range(4)
-    }
-    assert found != {"{}"}
+    loose = model.with_structured_output(empty, strict=False)
+    assert any(loose.invoke(f"hello {n}", max_tokens=900) for n in range(4))
 
 
 def test_the_raw_message_is_given_beside_what_was_read(model: ChatOffset) -> None:
