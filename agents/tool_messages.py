@@ -9,7 +9,7 @@ from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
-from offset_runtime.call_reader import CallReader
+from offset_runtime.tool_reader import CallReader
 from offset_runtime.tools import CallPiece
 
 
@@ -20,7 +20,7 @@ class ToolMessages:
         self._reader = reader
         self._parallel = parallel
         self._ids: defaultdict[int, str] = defaultdict(lambda: f"call_{uuid.uuid4().hex}")
-        self._streamed: set[int] = set()
+        self._streamed: dict[int, str] = {}
 
     def push(self, text: str) -> tuple[str, list[ToolCallChunk]]:
         """Add text of the reply; return what is certain of it: plain text, and parts of calls."""
@@ -36,8 +36,10 @@ class ToolMessages:
         for call in self._reader.invalid:
             if not self._counts(call.index):
                 continue
-            rest = call.text if call.index not in self._streamed else ""
-            chunks.append(self._chunk(call.index, None, rest + broken_end(call.text)))
+            known = self._streamed.get(call.index)
+            rest = call.text if known is None else call.text.removeprefix(known) if call.text.startswith(known) else ""
+            name = call.name if known is None else None
+            chunks.append(self._chunk(call.index, name, rest + broken_end((known or "") + rest)))
         return text, chunks
 
     def tool_calls(self) -> list[ToolCall]:
@@ -65,7 +67,7 @@ class ToolMessages:
     def _chunk(self, index: int, name: str | None, arguments: str) -> ToolCallChunk:
         # On the first chunk of a call only: merging joins texts.
         first = index not in self._streamed
-        self._streamed.add(index)
+        self._streamed[index] = self._streamed.get(index, "") + arguments
         return tool_call_chunk(name=name, args=arguments, id=self._ids[index] if first else None, index=index)
 
     def _counts(self, index: int) -> bool:

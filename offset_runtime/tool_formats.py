@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from offset_runtime.backends.base import Tokenizer
-from offset_runtime.call_reader import CallReader, Marks
 from offset_runtime.constrain import JSON_STYLE, Constraint
 from offset_runtime.errors import InvalidRequestError, PromptFormatError, nearest_hint
+from offset_runtime.tool_reader import CallReader, Markers
 from offset_runtime.tools import Tool
 
 ToolFormatName = Literal["hermes", "llama3", "mistral", "granite", "json"]
@@ -22,12 +22,12 @@ _TOLD_BY: tuple[tuple[str, ToolFormatName], ...] = (
     ("<|python_tag|>", "llama3"),
     ("[TOOL_CALLS]", "mistral"),
 )
-_MARKS: Mapping[ToolFormatName, Marks] = {
-    "hermes": Marks(opening=(("<tool_call>", "</tool_call>"),)),
-    "llama3": Marks(opening=(("<|python_tag|>", ""),), anywhere=True),
-    "mistral": Marks(opening=(("[TOOL_CALLS]", ""),), anywhere=True, named=True),
-    "granite": Marks(opening=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")), anywhere=True),
-    "json": Marks(anywhere=True),
+_MARKERS: Mapping[ToolFormatName, Markers] = {
+    "hermes": Markers(("<tool_call>",), ("</tool_call>",)),
+    "llama3": Markers(("<|python_tag|>",)),
+    "mistral": Markers(("[TOOL_CALLS]",), named=True),
+    "granite": Markers(("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
+    "json": Markers(),
 }
 # One whose text is a marker of the format is written as that token; in quotes it would be spelt out.
 _Part = tuple[Literal["text", "mark", "call"], str]
@@ -46,7 +46,7 @@ class ToolFormat:
 
     def reader(self, names: Collection[str]) -> CallReader:
         """A reader of one reply; `names`: the tools that were offered."""
-        return CallReader(_MARKS[self.name], names)
+        return CallReader(names, _MARKERS[self.name])
 
     def forced(
         self, tools: Sequence[Tool], tokenizer: Tokenizer, *, answer: Mapping[str, Any] | None = None
