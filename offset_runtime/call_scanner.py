@@ -231,6 +231,9 @@ class CallScanner:
                 self._error = self._error or parsed
             else:
                 self._parsed = parsed
+        elif self._key == "description":
+            # Small models repeat what they were told of a tool, whose parameters are no arguments.
+            self._error = self._error or "it describes a tool; expected a name and arguments alone"
 
     def _stream(self, value: _Value) -> None:
         if self._key in _ARGUMENT_KEYS and self._name is not None and not self._arguments and value.text[:1] == "{":

@@ -346,3 +346,13 @@ def test_calls_as_they_are_written_are_read_back(style: ToolFormat, written: lis
 
     assert (reader.calls, reader.invalid) == (calls, [])
     assert not [part for part in parts if isinstance(part, str)]
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_description_of_a_tool_is_no_call_of_it(format_name: ToolFormatName) -> None:
+    reply = '{"name": "search", "description": "Find.", "parameters": {"type": "object"}}'
+
+    _, calls, invalid = read(format_name, reply)
+
+    assert calls == []
+    assert "describes a tool" in invalid[0].error
