@@ -20,7 +20,7 @@ class ToolMessages:
         self._reader = reader
         self._parallel = parallel
         self._ids: defaultdict[int, str] = defaultdict(lambda: f"call_{uuid.uuid4().hex}")
-        self._streamed: dict[int, str] = {}
+        self._streamed: set[int] = set()
 
     def push(self, text: str) -> tuple[str, list[ToolCallChunk]]:
         """Add text of the reply; return what is certain of it: plain text, and parts of calls."""
@@ -36,10 +36,8 @@ class ToolMessages:
         for call in self._reader.invalid:
             if not self._counts(call.index):
                 continue
-            known = self._streamed.get(call.index)
-            rest = call.text.removeprefix(known or "")
-            name = call.name if known is None else None
-            chunks.append(self._chunk(call.index, name, rest + broken_end((known or "") + rest)))
+            rest = call.text if call.index not in self._streamed else ""
+            chunks.append(self._chunk(call.index, None, rest + broken_end(call.text)))
         return text, chunks
 
     def tool_calls(self) -> list[ToolCall]:
@@ -62,13 +60,12 @@ class ToolMessages:
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [piece for piece in pieces if isinstance(piece, CallPiece) and self._counts(piece.index)]
         chunks = [self._chunk(piece.index, piece.name, piece.arguments) for piece in calls]
-        for piece in calls:
-            self._streamed[piece.index] = self._streamed.get(piece.index, "") + piece.arguments
         return text, chunks
 
     def _chunk(self, index: int, name: str | None, arguments: str) -> ToolCallChunk:
         # On the first chunk of a call only: merging joins texts.
         first = index not in self._streamed
+        self._streamed.add(index)
         return tool_call_chunk(name=name, args=arguments, id=self._ids[index] if first else None, index=index)
 
     def _counts(self, index: int) -> bool:
@@ -77,8 +74,9 @@ class ToolMessages:
 
 def broken_end(arguments: str) -> str:
     """What makes LangChain read `arguments` as no valid call, however they were cut; empty where it does already."""
-    ends = ("", "]", '"]', '\\"]', '"]]')
-    return next((end for end in ends if not _completes(arguments + end)), ends[-1])
+    # A bracket that closes nothing, behind the end of the text that the cut may have fallen in.
+    ends = ("", *(text + bracket for text in ("", '"', '\\"') for bracket in "]}"))
+    return next(end for end in ends if not _completes(arguments + end))
 
 
 def _completes(arguments: str) -> bool:

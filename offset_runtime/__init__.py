@@ -3,6 +3,8 @@
 Importing this package loads neither torch nor LangChain; they load when a model or an agent is made.
 """
 
+import logging
+
 from offset_runtime.backends.options import LlamaCppOptions
 from offset_runtime.cache import CacheFigures
 from offset_runtime.constrain import Constraint
@@ -36,3 +38,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# What is logged is shown where the application asks for it, and nowhere else.
+logging.getLogger(__name__).addHandler(logging.NullHandler())

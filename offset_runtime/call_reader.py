@@ -41,7 +41,9 @@ class CallReader:
     Behind a marker everything is meant as a call, of whatever name. Without one, JSON is a call where it names a tool
     that was offered, since special tokens that are markers are left out of a reply's text.
 
-    `calls` and `invalid` are complete after `finish`. Nothing is lost: what is no call is text, or `InvalidCall`.
+    `calls` and `invalid` are complete after `finish`. The pieces of a call make up its arguments; those of an
+    invalid one its `text`, where it has a name; else it has none. Nothing is lost: what is no call is text, or an
+    `InvalidCall`.
     """
 
     def __init__(self, marks: Marks, names: Collection[str]) -> None:
@@ -159,8 +161,8 @@ class CallReader:
                 self._take(used)
                 return self._close_object() if self._sure or self._settle() else self._give_back(0)
         self._take(len(self._buffer))
-        if self._sure:
-            self._stream()
+        if self._sure and self._json.name is not None:
+            self._send(self._json.name, self._json.arguments)
         if not final:
             return False
         if not self._sure:
@@ -261,7 +263,7 @@ class CallReader:
         lead = space + (fence.end() if fence else 0)
         rest = self._buffer[lead:]
         named = _NAME.match(rest) if self._marks.named else None
-        if rest[:1] in ("[", "{") or (named and named[1] in self._names):
+        if re.match(r"\{|\[\s*\{", rest) or (named and named[1] in self._names):
             self._lead, self._closing, self._sure, self._listed = self._take(lead), "", False, False
             if rest[0] == "[":
                 self._lead += self._take(1)
@@ -300,23 +302,15 @@ class CallReader:
             self._fail(str(error))
             self._next_call()
             return True
-        self._stream()
-        written = self._json.arguments or json.dumps(arguments, ensure_ascii=False)
-        if self._streamed is None:
-            self._out.append(CallPiece(self._index, name, written))
-        elif self._streamed < len(written):
-            self._out.append(CallPiece(self._index, None, written[self._streamed :]))
+        self._send(name, self._json.arguments or json.dumps(arguments, ensure_ascii=False))
         self.calls.append(ToolCall(self._index, name, arguments))
         self._next_call()
         return True
 
-    def _stream(self) -> None:
+    def _send(self, name: str, written: str) -> None:
         """Send on what is new of the name and the arguments."""
-        if self._json.name is None:
-            return
-        written = self._json.arguments
         if self._streamed is None:
-            self._out.append(CallPiece(self._index, self._json.name, written))
+            self._out.append(CallPiece(self._index, name, written))
         elif len(written) > self._streamed:
             self._out.append(CallPiece(self._index, None, written[self._streamed :]))
         self._streamed = len(written)
@@ -331,6 +325,8 @@ class CallReader:
     def _fail(self, error: str) -> None:
         name, begun = self._json.name, self._json.arguments
         text = begun if name is not None and begun else self._json.raw
+        if name is not None:
+            self._send(name, text)
         self.invalid.append(InvalidCall(self._index, name, text, error))
         self._json = CallJson()
 

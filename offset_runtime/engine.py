@@ -137,7 +137,7 @@ class Engine:
             return self._submit(request, sink)
         try:
             return self._submit(request, span.follow(sink))
-        except OffsetError as error:
+        except Exception as error:
             span.fail(error)
             raise
 
@@ -393,8 +393,8 @@ def _as_generation_error(error: Exception) -> OffsetError:
 def _log_end(job: Job, outcome: Event) -> None:
     if not _log.isEnabledFor(logging.DEBUG):
         return
-    placements = job.request.placements
-    domain = placements[-1].offset.domain if placements else None
+    offset = job.request.offset
+    domain = None if offset is None else offset.domain
     if isinstance(outcome, Completion):
         usage, timings = outcome.usage, outcome.timings
         _log.debug(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offset_runtime.constrain import Constraint
+from offset_runtime.offset import DomainOffset
 from offset_runtime.placement import Placement
 from offset_runtime.sampling import SamplingParams
 
@@ -47,6 +48,13 @@ class Request:
     reuse: Reuse | None = None
     background: bool = False
     constraint: Constraint | None = None
+
+    @property
+    def offset(self) -> DomainOffset | None:
+        """What the reply, or the text that is scored, stands under; other placements lie on earlier turns."""
+        begins = (len(self.prompt_ids), self.score_from)
+        own = (p.offset for p in self.placements if p.offset.anchor == "sequence" or p.stop in begins)
+        return next(own, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from offset_runtime.request import Completion, Event, Request, Sink
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
+
+_log = logging.getLogger(__name__)
 
 _OPERATION = "generate_content"
 _NS = 1_000_000_000
@@ -50,10 +53,14 @@ class RequestSpan:
         """Return `sink`, with an eye on how the request ends."""
 
         def watched(event: Event) -> None:
-            if isinstance(event, Completion):
-                self._complete(event)
-            elif isinstance(event, Exception):
-                self.fail(event)
+            try:
+                if isinstance(event, Completion):
+                    self._complete(event)
+                elif isinstance(event, Exception):
+                    self.fail(event)
+            except Exception:
+                # The application's span processors run here; the caller is not to wait for ever when one fails.
+                _log.warning("the span of a request could not be ended", exc_info=True)
             sink(event)
 
         return watched
@@ -112,8 +119,6 @@ def _asked(request: Request) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         asked["gen_ai.request.seed"] = sampling.seed
-    if request.placements:
-        # Those before it lie on earlier turns of other authors.
-        own = request.placements[-1].offset
-        asked |= {"offset_runtime.domain": own.domain, "offset_runtime.offset_digest": own.digest}
+    if (offset := request.offset) is not None:
+        asked |= {"offset_runtime.domain": offset.domain, "offset_runtime.offset_digest": offset.digest}
     return asked

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from langgraph.graph import START, MessagesState, StateGraph
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -126,6 +126,42 @@ def test_agents_in_threads_of_a_graph_are_under_the_callers_span(
     assert [span.parent and span.parent.span_id for span in request_spans(spans)] == [
         caller.get_span_context().span_id
     ] * 2
+
+
+@pytest.mark.parametrize(("domain", "anchor"), [(None, None), ("tax", "sequence"), ("tax", "turn")])
+def test_a_request_is_told_apart_from_the_earlier_turns_it_reads(
+    runtime: OffsetRuntime, spans: InMemorySpanExporter, make_offset: Any, domain: str | None, anchor: Any
+) -> None:
+    if domain is not None:
+        runtime.register(make_offset(runtime.backend.identity, domain, anchor=anchor))
+    said = [*USER, {"role": "assistant", "content": "a reply in law"}, *USER]
+
+    runtime.run(runtime.chat_request(said, domain=domain, turn_offsets={1: runtime.offsets["law"]}))
+
+    [span] = request_spans(spans)
+    assert span.attributes
+    assert span.attributes.get("offset_runtime.domain") == domain
+
+
+def test_a_text_is_scored_in_a_span_for_each_domain(runtime: OffsetRuntime, spans: InMemorySpanExporter) -> None:
+    runtime.score("a text to score", ["law", None])
+
+    found = [span.attributes.get("offset_runtime.domain") for span in request_spans(spans) if span.attributes]
+    assert found == ["law", None]
+
+
+def test_a_span_processor_that_fails_leaves_the_reply_alone(
+    runtime: OffsetRuntime, spans: InMemorySpanExporter, provider: TracerProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise ZeroDivisionError
+
+    provider.add_span_processor(Broken())
+
+    assert runtime.run(runtime.chat_request(USER, sampling=SamplingParams(max_tokens=3))).usage.output_tokens == 3
+    [record] = [record for record in caplog.records if record.name == "offset_runtime.tracing"]
+    assert record.levelno == logging.WARNING
 
 
 @pytest.mark.parametrize("fails_at", ["submit", "deadline"])

@@ -14,8 +14,6 @@ _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR
 _CONTINUED = 5
 
 _log = logging.getLogger("offset_runtime.llama_cpp")
-# Without a handler Python would print warnings to the standard error.
-_log.addHandler(logging.NullHandler())
 
 
 class LlamaLog:
