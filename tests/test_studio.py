@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,30 @@ ROOT = Path(__file__).parents[1]
 PATIENCE_S = 180
 INPUT = {"messages": [{"role": "user", "content": "A bridge was opened in the harbour town today."}]}
 
-pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+pytestmark = pytest.mark.slow
+
+# Which workflow is served is the run's choice.
+FACTORY = """
+from pathlib import Path
+
+from langchain_core.runnables import RunnableConfig
+from offset_runtime.graphs import make_graph
+
+
+def graph(config: RunnableConfig):
+    name = config.get("configurable", {}).get("workflow", "short")
+    return make_graph(Path(__file__).with_name(f"{name}.yaml"))
+"""
+WORKFLOW = """
+version: 1
+name: one agent
+model: {base: fake}
+agents:
+  AGENT: {system_prompt: Answer., max_tokens: 5}
+edges:
+  - {source: START, target: AGENT}
+  - {source: AGENT, target: END}
+"""
 
 
 def free_port() -> int:
@@ -40,6 +64,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # On torch, where loading takes seconds: a loop that waited for it would be noticed.
     workflow = folder / "studio" / "workflow.yaml"
     workflow.write_text(workflow.read_text().replace("base: smollm2-135m", "base: smollm2-135m, backend: torch"))
+    with serving(folder / "studio") as address:
+        yield address
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Run `langgraph dev` on `folder`; shows the end of its log when that or the test fails."""
     port = free_port()
     # Blocking calls on the server's loop are errors to it: --allow-blocking is not given.
     command = [sys.executable, "-m", "langgraph_cli", "dev", "--no-browser", "--no-reload", "--port", str(port)]
@@ -47,7 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder / "studio", env={**os.environ, **quiet}, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=folder, env={**os.environ, **quiet}, stdout=output, stderr=subprocess.STDOUT
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -74,6 +105,7 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail(f"the server did not come up:\n{log.read_text(errors='replace')[-5000:]}")
 
 
+@pytest.mark.real_model
 async def test_the_loop_answers_while_the_model_loads_and_tokens_come_with_agent_and_domain(server: str) -> None:
     streamed: dict[tuple[str, str], str] = defaultdict(str)
 
@@ -104,8 +136,23 @@ async def test_the_loop_answers_while_the_model_loads_and_tokens_come_with_agent
     assert [reply["content"] for reply in replies] == list(streamed.values())
 
 
+@pytest.mark.real_model
 async def test_a_run_to_its_end_gives_the_messages_with_their_provenance(server: str) -> None:
     async with get_client(url=server) as client, asyncio.timeout(PATIENCE_S):
         state = await client.runs.wait(None, "newsroom", input=INPUT)
 
     assert [reply["response_metadata"]["domain"] for reply in state["messages"][1:]] == ["news", "speech"]
+
+
+async def test_a_function_that_makes_the_graph_is_called_with_the_configuration_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "graph.py").write_text(FACTORY)
+    (tmp_path / "langgraph.json").write_text('{"dependencies": ["."], "graphs": {"any": "./graph.py:graph"}}')
+    for name, agent in {"short": "clerk", "long": "poet"}.items():
+        (tmp_path / f"{name}.yaml").write_text(WORKFLOW.replace("AGENT", agent))
+
+    with serving(tmp_path) as address:
+        async with get_client(url=address) as client, asyncio.timeout(PATIENCE_S):
+            usual = await client.runs.wait(None, "any", input=INPUT)
+            other = await client.runs.wait(None, "any", input=INPUT, config={"configurable": {"workflow": "long"}})
+
+    assert [usual["messages"][-1]["name"], other["messages"][-1]["name"]] == ["clerk", "poet"]
