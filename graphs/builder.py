@@ -64,7 +64,10 @@ def build_graph(
             _add_route(graph, workflow, edge, runtime)
         else:
             _add_edge(graph, edge, workflow.origin, index)
-    return graph.compile(checkpointer=checkpointer, name=workflow.name)
+    compiled = graph.compile(checkpointer=checkpointer, name=workflow.name)
+    # LangGraph's own number of threads goes by the machine's cores, and parallel agents beyond it would wait for others
+    # instead of sharing their batch. Two more: one waits for what is streamed, one writes checkpoints.
+    return compiled.with_config(max_concurrency=len(graph.nodes) + 2)
 
 
 def make_graph(

@@ -46,10 +46,7 @@ def run_workflow(
     interrupted, where the steps run out, and where an agent is left waiting for others at the end; and
     what agents raise.
     """
-    # LangGraph's own number of threads goes by the machine's cores, and parallel agents beyond it would wait for others
-    # instead of sharing their batch. Two more: one waits for what is streamed, one writes checkpoints.
-    threads = len(graph.nodes) + 2
-    settings: RunnableConfig = {"recursion_limit": STEP_LIMIT, "max_concurrency": threads, **(config or {})}
+    settings: RunnableConfig = {"recursion_limit": STEP_LIMIT, **(config or {})}
     _check_thread(graph, settings, resume=text is None)
     return _events(_Run(graph, text, settings))
 

@@ -90,7 +90,19 @@ def test_an_agent_that_speaks_twice_has_two_turns(scripted: Callable[..., Offset
     assert [e.agent for e in events if isinstance(e, AgentFinished)] == ["a", "b", "a", "b"]
 
 
-def test_more_parallel_agents_than_the_machine_has_threads_share_one_batch(watched: Any) -> None:
+def run_by_workflow(graph: Any) -> list[str]:
+    return [e.agent for e in run_workflow(graph, "hello") if isinstance(e, AgentFinished)]
+
+
+def run_by_langgraph(graph: Any) -> list[str]:
+    parts = graph.stream({"messages": [("user", "hello")]}, stream_mode="messages")
+    return [metadata["agent"] for message, metadata in parts if message.content]
+
+
+@pytest.mark.parametrize("run", [run_by_workflow, run_by_langgraph])
+def test_more_parallel_agents_than_the_machine_has_threads_share_one_batch(
+    watched: Any, run: Callable[[Any], list[str]]
+) -> None:
     # LangGraph's own executor has at most 32, on any machine.
     names = [f"a{number}" for number in range(40)]
     runtime = watched(expected=len(names))
@@ -104,9 +116,7 @@ def test_more_parallel_agents_than_the_machine_has_threads_share_one_batch(watch
         }
     )
 
-    events = list(run_workflow(build_graph(made, runtime=runtime), "hello"))
-
-    assert sorted(e.agent for e in events if isinstance(e, AgentFinished)) == sorted(names)
+    assert sorted(run(build_graph(made, runtime=runtime))) == sorted(names)
 
 
 def test_an_event_is_a_json_record() -> None:
