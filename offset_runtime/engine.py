@@ -138,7 +138,7 @@ class Engine:
         try:
             return self._submit(request, span.follow(sink))
         except Exception as error:
-            span.fail(error)
+            span.end(error)
             raise
 
     def _submit(self, request: Request, sink: Sink) -> Ticket:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from offset_runtime.errors import RequestCancelledError
-from offset_runtime.request import Completion, Event, Request, Sink
+from offset_runtime.request import Completion, Delta, Event, Request, Sink
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -34,10 +34,16 @@ class Tracing:
     def begin(self, request: Request) -> RequestSpan | None:
         """Start the span of a request, under the caller's current one; None where nobody records it."""
         known = {"gen_ai.operation.name": _OPERATION, "gen_ai.request.model": self._model}
-        span = self._tracer.start_span(f"{_OPERATION} {self._model}", attributes=known)
-        if not span.is_recording():
+        try:
+            span = self._tracer.start_span(f"{_OPERATION} {self._model}", attributes=known)
+            if not span.is_recording():
+                return None
+            span.set_attributes({"gen_ai.provider.name": "offset_runtime", **_asked(request)})
+        except Exception:
+            # The application's samplers and span processors run here, and in `end`: one that fails costs its span,
+            # not the request.
+            _log.warning("the span of a request could not be started", exc_info=True)
             return None
-        span.set_attributes({"gen_ai.provider.name": "offset_runtime", **_asked(request)})
         return RequestSpan(self._tracer, span)
 
 
@@ -53,20 +59,23 @@ class RequestSpan:
         """Return `sink`, with an eye on how the request ends."""
 
         def watched(event: Event) -> None:
-            try:
-                if isinstance(event, Completion):
-                    self._complete(event)
-                elif isinstance(event, Exception):
-                    self.fail(event)
-            except Exception:
-                # The application's span processors run here; the caller is not to wait for ever when one fails.
-                _log.warning("the span of a request could not be ended", exc_info=True)
+            if not isinstance(event, Delta):
+                self.end(event)
             sink(event)
 
         return watched
 
-    def fail(self, error: Exception) -> None:
-        """End the span with what went wrong; to be cancelled by the caller is no error."""
+    def end(self, outcome: Completion | Exception) -> None:
+        """End the span with the reply's figures or with what went wrong; to be cancelled by the caller is no error."""
+        try:
+            if isinstance(outcome, Completion):
+                self._complete(outcome)
+            else:
+                self._fail(outcome)
+        except Exception:
+            _log.warning("the span of a request could not be ended", exc_info=True)
+
+    def _fail(self, error: Exception) -> None:
         from opentelemetry.trace import Status, StatusCode
 
         if isinstance(error, RequestCancelledError):

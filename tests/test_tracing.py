@@ -150,18 +150,26 @@ def test_a_text_is_scored_in_a_span_for_each_domain(runtime: OffsetRuntime, span
     assert found == ["law", None]
 
 
-def test_a_span_processor_that_fails_leaves_the_reply_alone(
-    runtime: OffsetRuntime, spans: InMemorySpanExporter, provider: TracerProvider, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("at", ["on_start", "on_end"])
+def test_a_span_processor_that_fails_leaves_the_reply_and_the_error_alone(
+    runtime: OffsetRuntime,
+    spans: InMemorySpanExporter,
+    provider: TracerProvider,
+    caplog: pytest.LogCaptureFixture,
+    at: str,
 ) -> None:
-    class Broken(SpanProcessor):
-        def on_end(self, span: ReadableSpan) -> None:
-            raise ZeroDivisionError
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError
 
-    provider.add_span_processor(Broken())
+    broken = SpanProcessor()
+    setattr(broken, at, fail)
+    provider.add_span_processor(broken)
 
     assert runtime.run(runtime.chat_request(USER, sampling=SamplingParams(max_tokens=3))).usage.output_tokens == 3
-    [record] = [record for record in caplog.records if record.name == "offset_runtime.tracing"]
-    assert record.levelno == logging.WARNING
+    with pytest.raises(ContextOverflowError):
+        runtime.run(runtime.chat_request([{"role": "user", "content": "a" * 5000}]))
+    warned = [record.levelno for record in caplog.records if record.name == "offset_runtime.tracing"]
+    assert warned == [logging.WARNING] * 2
 
 
 @pytest.mark.parametrize("fails_at", ["submit", "deadline"])
