@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offset_runtime.backends.base import Message, Tokenizer
 from offset_runtime.errors import InvalidRequestError, PromptFormatError
-from offset_runtime.tool_formats import ToolFormat, tool_format
+from offset_runtime.tool_formats import ToolFormat
 from offset_runtime.tool_turns import ToolTurns, tool_turns
 from offset_runtime.tools import Tool
 
@@ -49,7 +49,7 @@ def chat_turns(
     # Not to be found in anyone's text.
     marks = {index: f"<{secrets.token_hex(16)}>" for index in spoken}
     marked = [{**m, "content": marks.get(i, m.get("content"))} for i, m in enumerate(messages)]
-    rendered = _rendered(tokenizer, tool_turns(tokenizer, marked, tools, form or tool_format(tokenizer)))
+    rendered = _rendered(tokenizer, tool_turns(tokenizer, marked, tools, form))
     for text in (rendered, *(messages[index]["content"] for index in spoken)):
         check_text(text)
     ids: list[int] = []

@@ -18,7 +18,8 @@ _THOUGHT = ("<think>", "</think>")
 _FENCE = "```"
 # Longer than any beginning of a call; more is white space, or a name that is none.
 _MOST_HELD = 512
-_NAMED_CALL = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\]\s*)?")
+_NAMED_CALL = re.compile(r"\s*(.+?)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\]\s*)?")
+_NAME = re.compile(r"[^\s\[\]{}]+")
 
 _Fit = Literal["no", "maybe", "yes"]
 # What may come next, one of each step; white space may stand between two.
@@ -169,7 +170,7 @@ class CallReader:
         """Behind an opening marker, where no call follows, up to the next marker."""
         self._junk += char
         named = _NAMED_CALL.fullmatch(self._junk[:-1]) if char == "{" and self._markers.named else None
-        if named:
+        if named and (named[1] in self._names or _NAME.fullmatch(named[1])):
             self._junk = ""
             self._begin_call(named[1])
             return

@@ -200,7 +200,7 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words() -> None:
     assert json.dumps(LOOK_UP.spec()["function"], ensure_ascii=False) in told
     assert shown == (
         f"system\nBe brief.\n\n{told}\nuser\nWeather?\nassistant\nI look.\n{call}\n{call}\n"
-        "user\n<tool_response>\nSunny.\n</tool_response>\n\n<tool_response>\nWarm.\n</tool_response>\n\nAnd now?\n"
+        "user\n<tool_response>\nSunny.\n</tool_response>\n<tool_response>\nWarm.\n</tool_response>\n\nAnd now?\n"
         "assistant\n"
     )
 
@@ -235,3 +235,22 @@ def test_mistrals_templates_get_ids_of_nine_letters_and_digits() -> None:
     answered = {message["tool_call_id"] for message in seen if "tool_call_id" in message}
     assert ids == answered
     assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["x", ["x"], [{"name": "look_up"}], [{"function": {"name": 3}}], [{"function": {"name": "a", "arguments": "{"}}]],
+)
+def test_calls_in_another_shape_are_refused_by_the_place_of_their_message(calls: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tool_calls of message 2 hold .*; expected a list of calls"):
+        chat_prompt(FakeTokenizer(), [*USER, {"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def test_arguments_of_a_history_may_be_json_text_as_openai_writes_them() -> None:
+    written = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Rom"}'}}
+    for tokenizer in (FakeTokenizer(), FakeTokenizer(tools=True)):
+        one, other = (
+            chat_prompt(tokenizer, [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+            for call in (written, {**CALL, "id": "1"})
+        )
+        assert one == other

@@ -92,7 +92,7 @@ def plot(rows: Sequence[Row], target: Path) -> None:
         axes.set_xlabel("given to")
         axes.tick_params(length=0)
     panels[0].set_ylabel("text of")
-    figure.savefig(target, dpi=110)
+    figure.savefig(target, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 

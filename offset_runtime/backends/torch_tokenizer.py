@@ -41,8 +41,8 @@ class TorchTokenizer:
     @property
     def chat_template(self) -> str | None:
         found = self._tokenizer.chat_template
-        # Some models have several: one by name for chats with tools.
-        return "".join(found.values()) if isinstance(found, dict) else found
+        # Some models have one of their own for chats with tools.
+        return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
