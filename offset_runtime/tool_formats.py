@@ -102,9 +102,9 @@ class ToolFormat:
         if kind == "mark":
             return _mark(text, tokenizer)
         if self.named:
-            return f"{json.dumps(tool.name)} {_mark('[ARGS]', tokenizer)} %json {_json_rule(tool.parameters)}"
+            return f"{json.dumps(tool.name)} {_mark('[ARGS]', tokenizer)} %json {_json_rule(tool.schema)}"
         # Where the schema refers to parts of its own, they lie deeper now.
-        parameters = _moved(dict(tool.parameters), f"#/properties/{self.arguments}")
+        parameters = _moved(tool.schema, f"#/properties/{self.arguments}")
         schema = {
             "type": "object",
             "properties": {"name": {"const": tool.name}, self.arguments: parameters},

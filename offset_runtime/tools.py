@@ -23,10 +23,21 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What a call is held to: `parameters`, and that they are an object where they do not say so."""
+        return {"type": "object", **self.parameters}
+
     def check(self) -> None:
         """Raise `ConstraintError` for parameters that a call cannot be held to while it is decoded."""
+        kind = self.schema["type"]
+        if kind != "object":
+            raise ConstraintError(
+                f"tool {self.name!r}: its parameters are of type {kind!r}; expected an object that names each of them, "
+                'such as {"type": "object", "properties": {…}}'
+            )
         try:
-            Constraint.json_schema(dict(self.parameters))
+            Constraint.json_schema(self.schema)
         except ConstraintError as error:
             raise ConstraintError(f"tool {self.name!r}: {error}") from error
 

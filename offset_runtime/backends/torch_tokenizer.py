@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -66,7 +65,8 @@ class TorchTokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except TemplateError as error:
+        # A template is a program: it refuses messages by an error of its own, and stumbles over them in any other way.
+        except Exception as error:
             raise PromptFormatError(
                 f"the model's chat template refuses these messages: {error}. Roles found: "
                 f"{', '.join(str(message.get('role')) for message in messages)}; change their order or roles."
