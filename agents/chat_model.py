@@ -101,6 +101,7 @@ class ChatOffset(Connection, BaseChatModel):
     reuse: Reuse | None = Field(default=None, exclude=True, repr=False)
 
     _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS | {"author_offsets", "tool_format"}
+    _call_arguments: ClassVar[frozenset[str]] = FORM_ARGUMENTS | {"stop"}
 
     def batch(
         self,

@@ -93,6 +93,8 @@ class Connection(BaseLanguageModel[Any]):
     runtime: OffsetRuntime | None = Field(default=None, exclude=True, repr=False)
 
     _call_fields: ClassVar[frozenset[str]] = CALL_FIELDS
+    # What a call takes that is no field, or not in the same way.
+    _call_arguments: ClassVar[frozenset[str]] = frozenset({"stop"})
     _offsets: dict[tuple[str, Path], DomainOffset] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
@@ -147,7 +149,7 @@ class Connection(BaseLanguageModel[Any]):
             return self
         for name in given:
             if name not in self._call_fields:
-                known = sorted([*self._call_fields, "stop"])
+                known = sorted(self._call_fields | self._call_arguments)
                 raise InvalidRequestError(
                     f"{type(self).__name__} got the unknown argument {name!r}{nearest_hint(name, known)}. "
                     f"A call takes: {', '.join(known)}."

@@ -32,7 +32,7 @@ from offset_runtime.request import CacheUse, Completion, Delta, Event, Request, 
 from offset_runtime.scheduler import Scheduler
 from offset_runtime.sharing import Sharing
 from offset_runtime.state_folder import StateFolder
-from offset_runtime.tracing import tracing
+from offset_runtime.tracing import log_end, tracing
 
 _log = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ class Engine:
             held = self._cache_figures
             used = CacheUse(held.entries, held.bytes, held.evictions - job.evictions_before)
             outcome = replace(outcome, cache=used)
-        _log_end(job, outcome)
+        log_end(_log, job.request, outcome, len(job.output_ids))
         try:
             job.sink(outcome)
         except Exception:
@@ -388,26 +388,3 @@ def _as_generation_error(error: Exception) -> OffsetError:
     wrapped = GenerationError(f"the model failed on this request: {error!r}; other requests are not affected")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _log_end(job: Job, outcome: Event) -> None:
-    if not _log.isEnabledFor(logging.DEBUG):
-        return
-    offset = job.request.offset
-    domain = None if offset is None else offset.domain
-    if isinstance(outcome, Completion):
-        usage, timings = outcome.usage, outcome.timings
-        _log.debug(
-            "domain %s: %d tokens read (%d from the cache), %d written, ended by %s; queue %.3f s, prefill %.3f s, "
-            "decode %.3f s",
-            domain,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            outcome.finish_reason,
-            timings.queue_s,
-            timings.prefill_s,
-            timings.decode_s,
-        )
-    else:
-        _log.debug("domain %s: ended by %s after %d tokens", domain, type(outcome).__name__, len(job.output_ids))

@@ -118,6 +118,30 @@ def tracing(model: str) -> Tracing | None:
     return Tracing(get_tracer("offset_runtime"), model)
 
 
+def log_end(log: logging.Logger, request: Request, outcome: Event, written: int) -> None:
+    """Log at DEBUG how a request ended after `written` tokens, without any text of it."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    offset = request.offset
+    domain = None if offset is None else offset.domain
+    if isinstance(outcome, Completion):
+        usage, timings = outcome.usage, outcome.timings
+        log.debug(
+            "domain %s: %d tokens read (%d from the cache), %d written, ended by %s; queue %.3f s, prefill %.3f s, "
+            "decode %.3f s",
+            domain,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+            outcome.finish_reason,
+            timings.queue_s,
+            timings.prefill_s,
+            timings.decode_s,
+        )
+    else:
+        log.debug("domain %s: ended by %s after %d tokens", domain, type(outcome).__name__, written)
+
+
 def _asked(request: Request) -> dict[str, Any]:
     sampling = request.sampling
     asked: dict[str, Any] = {

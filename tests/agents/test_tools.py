@@ -191,7 +191,10 @@ def test_the_bound_model_and_the_unbound_share_no_cached_reply(scripted: MakeScr
         (lambda m: m.bind_tools([], response_format={"type": "json_schema"}), "its schema is None"),
         (lambda m: m.bind_tools([add], constraint=Constraint.regex("a")).invoke("x"), "held to one of them only"),
         (lambda m: m.bind(constraint="a").invoke("x"), "expected a Constraint"),
-        (lambda m: m.bind_tools([add], tool_chioce="any").invoke("x"), "unknown argument 'tool_chioce'"),
+        (
+            lambda m: m.bind_tools([add], tool_chioce="any").invoke("x"),
+            "unknown argument 'tool_chioce'; did you mean 'tool_choice'",
+        ),
         (lambda m: m.configured({"tool_format": "herms"}), "tool_format"),
     ],
 )
