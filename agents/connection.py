@@ -41,6 +41,21 @@ CALL_FIELDS = frozenset(
     {*SAMPLING_FIELDS, "model", "domain", "strength", "logprobs", "top_logprobs", "timeout", "max_retries"}
 )
 
+# What ChatOllama, ChatLlamaCpp and ChatHuggingFace call it.
+_CALLED_ELSEWHERE = {
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "num_ctx": 'llama_cpp={"n_ctx": …}',
+    "n_ctx": 'llama_cpp={"n_ctx": …}',
+    "n_threads": 'llama_cpp={"n_threads": …}',
+    "n_gpu_layers": 'llama_cpp={"n_gpu_layers": …}',
+    "model_path": "model",
+    "model_id": "model",
+    "format": "with_structured_output(…)",
+}
+
 
 class Connection(BaseLanguageModel[Any]):
     """Fields of a model on the shared base, and how a call is resolved from them.
@@ -104,9 +119,9 @@ class Connection(BaseLanguageModel[Any]):
             return values
         for name in values:
             if name not in cls.model_fields:
-                raise InvalidRequestError(
-                    f"{cls.__name__} has no field {name!r}{nearest_hint(str(name), cls.model_fields)}"
-                )
+                called = _CALLED_ELSEWHERE.get(name)
+                hint = f"; here it is {called}" if called else nearest_hint(str(name), cls.model_fields)
+                raise InvalidRequestError(f"{cls.__name__} has no field {name!r}{hint}")
         return _with_address_split(values)
 
     @field_validator("llama_cpp", mode="before")

@@ -110,7 +110,7 @@ def _text(content: str | Sequence[str | Mapping[str, Any]], where: str) -> str:
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
-    kind = block.get("type")
+    kind = str(block.get("type"))
     if kind in _TEXT_BLOCKS:
         return str(block.get("text", ""))
     if kind in _UNSPOKEN_BLOCKS:

@@ -258,3 +258,12 @@ def test_a_model_is_not_offered_to_langchains_serialisation(fake_runtime: Offset
     assert not model.is_lc_serializable()
     assert "runtime" not in model.model_dump()
     assert "OffsetRuntime" not in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [("num_predict", "max_tokens"), ("n_ctx", "llama_cpp="), ("repeat_penalty", "repetition_penalty")],
+)
+def test_a_name_of_other_chat_models_is_told_by_ours(name: str, here: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"no field '{name}'; here it is {here}"):
+        ChatOffset(model="fake", **{name: 1})
