@@ -272,7 +272,11 @@ class ChatOffset(Connection, BaseChatModel):
             tools=form.tools,
             tool_format=calls,
         )
-        reader = calls.reader([tool.name for tool in form.tools]) if form.tools else None
+        names = [tool.name for tool in form.tools]
+        if form.answer is not None and calls.marks(runtime.backend.tokenizer):
+            # Then JSON without a marker is the answer, even where it looks like a call.
+            names = []
+        reader = calls.reader(names) if form.tools else None
         tool_messages = None if reader is None else ToolMessages(reader, parallel=form.parallel)
         return _ChatCall(runtime, [request], self._provenance(offset), self.max_retries, tool_messages)
 
@@ -297,7 +301,8 @@ class ChatOffset(Connection, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        own = {"author_offsets": self.author_offsets, "tool_format": self.tool_format}
+        # The last decides over the form of the messages that are kept.
+        own = {name: getattr(self, name) for name in ("author_offsets", "tool_format", "output_version")}
         return {**super()._identifying_params, **own}
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:

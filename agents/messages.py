@@ -97,9 +97,18 @@ def _tool_calls(message: AIMessage) -> list[dict[str, Any]]:
     """The message's calls in the shape chat templates know, from `tool_calls` or from `tool_use` blocks."""
     calls = [(call["id"], call["name"], call["args"]) for call in message.tool_calls]
     if not calls and isinstance(message.content, list):
-        blocks = [block for block in message.content if isinstance(block, dict) and block.get("type") == "tool_use"]
-        calls = [(block.get("id"), block.get("name", ""), block.get("input", {})) for block in blocks]
-    return [{"id": i, "type": "function", "function": {"name": name, "arguments": args}} for i, name, args in calls]
+        blocks = [block for block in message.content if isinstance(block, dict)]
+        blocks = [block for block in blocks if block.get("type") in ("tool_use", "tool_call")]
+        written = [block.get("input", block.get("args", {})) for block in blocks]
+        calls = [(b.get("id"), b.get("name", ""), args) for b, args in zip(blocks, written, strict=True)]
+    return [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": _plain(args)}} for i, name, args in calls
+    ]
+
+
+def _plain(arguments: Any) -> Any:
+    """Arguments as JSON has them: tools may have been given dates and the like."""
+    return json.loads(json.dumps(arguments, default=str))
 
 
 def _text(content: str | Sequence[str | Mapping[str, Any]], where: str) -> str:
@@ -112,12 +121,12 @@ def _text(content: str | Sequence[str | Mapping[str, Any]], where: str) -> str:
 def _block_text(block: Mapping[str, Any], where: str) -> str:
     kind = str(block.get("type"))
     if kind in _TEXT_BLOCKS:
-        return str(block.get("text", ""))
+        return str(block.get("text") or "")
     if kind in _UNSPOKEN_BLOCKS:
         return ""
     if kind == "tool_result":
         result = block.get("content") or ""
-        return _text(result if isinstance(result, str | list) else json.dumps(result), where)
+        return _text(result if isinstance(result, str | list) else json.dumps(result, default=str), where)
     raise InvalidRequestError(
         f"{where} holds a content block of type {kind!r}, but the model reads text only; "
         "send the content as text blocks, for example a description"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,10 +26,11 @@ class DomainMiddleware(AgentMiddleware[Any, Any]):
 
     def __init__(self, domain: str | Pick | DomainRouter) -> None:
         super().__init__()
-        if not (isinstance(domain, str | DomainRouter) or callable(domain)):
+        plain = callable(domain) and not isinstance(domain, type) and not inspect.iscoroutinefunction(domain)
+        if not (isinstance(domain, str | DomainRouter) or plain):
             raise InvalidRequestError(
-                f"DomainMiddleware({domain!r}): expected the name of a domain, a function from a model request to "
-                "one, or a DomainRouter"
+                f"DomainMiddleware({domain!r}): expected the name of a domain, a function (no coroutine) from a model "
+                "request to one, or a DomainRouter"
             )
         self._domain = domain
 

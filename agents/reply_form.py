@@ -19,7 +19,7 @@ from offset_runtime.tools import Tool
 # Arguments of a call, as OpenAI names them, and `constraint`.
 FORM_ARGUMENTS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format", "constraint", "strict"})
 
-_AUTO, _NONE, _ANY = "auto", "none", "any"
+_AUTO, _NONE, _ANY, _ONE = "auto", "none", "any", "one"
 _CHOICES: Mapping[Any, str] = {None: _AUTO, False: _AUTO, True: _ANY, "required": _ANY} | {
     name: name for name in (_AUTO, _NONE, _ANY)
 }
@@ -30,7 +30,7 @@ ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """What a reply must be. `choice`: ``"auto"``, ``"none"``, ``"any"``, or the name of the one tool to call.
+    """What a reply must be. `choice`: ``"auto"``, ``"none"``, ``"any"``, or ``"one"``: a call of the tool `only`.
 
     `parallel`: whether more than the first call of a reply counts. `answer`: the JSON schema of a reply that calls no
     tool, or None for any text; `told`: whether the system prompt says so. `constraint`:
@@ -39,6 +39,7 @@ class ReplyForm:
 
     tools: tuple[Tool, ...] = ()
     choice: str = _AUTO
+    only: str | None = None
     parallel: bool = True
     answer: Mapping[str, Any] | None = None
     told: bool = False
@@ -56,11 +57,11 @@ class ReplyForm:
         parallel = arguments.get("parallel_tool_calls")
         _check_switch("parallel_tool_calls", parallel)
         tools = _tools(arguments.get("tools") or (), strict)
-        choice = _choice(arguments.get("tool_choice"), [tool.name for tool in tools])
+        choice, only = _choice(arguments.get("tool_choice"), [tool.name for tool in tools])
         answer, told = _answer(arguments.get("response_format"), strict)
         constraint = arguments.get("constraint")
         _check_constraint(constraint, tools, answer)
-        form = cls(tools if choice != _NONE else (), choice, parallel is not False, answer, told, constraint)
+        form = cls(tools if choice != _NONE else (), choice, only, parallel is not False, answer, told, constraint)
         form._check_schemas()
         return form
 
@@ -69,7 +70,7 @@ class ReplyForm:
         """The tools of which the reply must call one."""
         if self.choice == _ANY:
             return self.tools
-        return tuple(tool for tool in self.tools if tool.name == self.choice)
+        return tuple(tool for tool in self.tools if tool.name == self.only)
 
     @property
     def instructions(self) -> str:
@@ -108,7 +109,8 @@ def tool_spec(tool: ToolLike) -> dict[str, Any]:
             "hints and a docstring, a LangChain tool, a Pydantic class, or an OpenAI tool (dict)"
         ) from error
     function = spec.get("function")
-    if spec.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+    named = isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+    if spec.get("type") != "function" or not named:
         raise InvalidRequestError(
             f"a tool of type {spec.get('type')!r} cannot be used: such tools run at their provider, and this model "
             "runs here; expected a function with a name, or a LangChain tool that does the same"
@@ -120,7 +122,7 @@ def _tools(given: Sequence[ToolLike], strict: bool | None) -> tuple[Tool, ...]:
     tools = []
     for each in given:
         function = tool_spec(each)["function"]
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        parameters = _parameters(function)
         if function.get("strict", strict) is not False:
             parameters = closed(parameters)
         tools.append(Tool(function["name"], function.get("description") or "", parameters))
@@ -133,6 +135,21 @@ def _tools(given: Sequence[ToolLike], strict: bool | None) -> tuple[Tool, ...]:
     return tuple(named.values())
 
 
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = function.get("parameters") or {"type": "object", "properties": {}}
+    problem = "" if isinstance(found, Mapping) else f"are of type {type(found).__name__}"
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"cannot be written as JSON ({error})"
+    if problem:
+        raise InvalidRequestError(
+            f"the parameters of tool {function['name']!r} {problem}; expected a JSON schema of an object, for example "
+            '{"type": "object", "properties": {"city": {"type": "string"}}}'
+        )
+    return found
+
+
 def _untitled(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
@@ -141,10 +158,11 @@ def _untitled(schema: Any) -> Any:
     return {key: _untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
 
 
-def _choice(value: Any, names: Sequence[str]) -> str:
+def _choice(value: Any, names: Sequence[str]) -> tuple[str, str | None]:
+    """The choice, and the name of the only tool where it is one."""
     name = _named(value)
     if isinstance(name, str) and name in names:
-        return name
+        return _ONE, name
     if name not in _CHOICES:
         known = [_AUTO, _NONE, _ANY, *names]
         raise InvalidRequestError(
@@ -153,7 +171,7 @@ def _choice(value: Any, names: Sequence[str]) -> str:
     choice = _CHOICES[name]
     if choice == _ANY and not names:
         raise InvalidRequestError(f"tool_choice={value!r} asks for a call, but no tools were given; give at least one")
-    return choice
+    return choice, None
 
 
 def _named(value: Any) -> Any:
@@ -161,9 +179,8 @@ def _named(value: Any) -> Any:
     if not isinstance(value, dict):
         return value if isinstance(value, str | bool | None) else repr(value)
     function = value.get("function")
-    if isinstance(function, dict):
-        return function.get("name", "")
-    return value.get("name", value.get("type", ""))
+    found = function.get("name") if isinstance(function, dict) else value.get("name", value.get("type"))
+    return found if isinstance(found, str) else repr(value)
 
 
 def _answer(response_format: Any, strict: bool | None) -> tuple[Mapping[str, Any] | None, bool]:
@@ -194,24 +211,40 @@ def _answer(response_format: Any, strict: bool | None) -> tuple[Mapping[str, Any
 
 
 def closed(schema: Any) -> Any:
-    """A JSON schema whose objects have no property that it does not name, unless it says what those may be."""
+    """A JSON schema whose objects have no property that it does not name, unless it says what those may be.
+
+    One that puts an object together from several schemas stays as it is: no one of them may close it.
+    """
+    return schema if _combines(schema) else _closed(schema)
+
+
+def _combines(schema: Any) -> bool:
     if isinstance(schema, list):
-        return [closed(item) for item in schema]
+        return any(map(_combines, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    parts = [key for key in ("properties", "allOf", "anyOf", "oneOf", "$ref") if key in schema]
+    return len(parts) > 1 or parts == ["allOf"] or any(map(_combines, schema.values()))
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     result = {keyword: _closed_under(keyword, value) for keyword, value in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object":
+    if isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") in ("object", ["object"]):
         result.setdefault("additionalProperties", False)
     return result
 
 
 def _closed_under(keyword: str, value: Any) -> Any:
-    # The one is data, whatever it looks like, and what several schemas name together no one of them may close.
-    if keyword in ("enum", "const", "default", "examples") or (keyword == "allOf" and len(value) > 1):
+    # Those are data, whatever they look like.
+    if keyword in ("enum", "const", "default", "examples"):
         return value
     if keyword in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
-        return {name: closed(inner) for name, inner in value.items()}
-    return closed(value)
+        return {name: _closed(inner) for name, inner in value.items()}
+    return _closed(value)
 
 
 def _check_switch(name: str, value: object) -> None:

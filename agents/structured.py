@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, Protocol, get_args
 
 from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import LanguageModelInput
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.output_parsers import (
     JsonOutputKeyToolsParser,
     JsonOutputParser,
@@ -23,6 +24,8 @@ from pydantic import BaseModel
 from offset_runtime.agents.reply_form import ToolLike
 from offset_runtime.errors import InvalidRequestError, nearest_hint
 
+# What tells a JSON schema from a tool in the shape of some provider.
+_JSON_SCHEMA = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 StructuredMethod = Literal["json_schema", "function_calling", "json_mode"]
 
 
@@ -60,6 +63,7 @@ def structured(
     }
     parser: Runnable[Any, Any]
     if method == "function_calling":
+        _check_object(schema)
         bound = model.bind_tools([schema], tool_choice="any", strict=strict, **told, **arguments)
         parser = RunnableGenerator(_whole, _awhole) | _call_parser(schema)
     else:
@@ -71,6 +75,16 @@ def structured(
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _check_object(schema: Any) -> None:
+    found = _json_schema(schema)
+    if found.get("type") != "object":
+        what = f"is of type {found['type']!r}" if "type" in found else "does not say of what type it is"
+        raise InvalidRequestError(
+            f"the schema {what}, and arguments of a call are an object; give one of type 'object', or take "
+            "method='json_schema'"
+        )
 
 
 def _response_format(schema: Any, method: StructuredMethod, strict: bool | None) -> dict[str, Any]:
@@ -88,7 +102,7 @@ def _json_schema(schema: Any) -> dict[str, Any]:
         if isinstance(schema, type) and issubclass(schema, BaseModel):
             # Pydantic's own, since LangChain writes references out, which one that holds itself cannot be.
             return schema.model_json_schema()
-        if isinstance(schema, dict) and "type" in schema and schema["type"] != "function":
+        if isinstance(schema, dict) and schema.get("type") != "function" and not _JSON_SCHEMA.isdisjoint(schema):
             return schema
         return convert_to_json_schema(schema)
     except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -111,7 +125,7 @@ def _text_parser(schema: Any) -> Runnable[Any, Any]:
 
 
 def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """Pass on a reply, or its chunks, and raise `OutputParserException` at the end of one that was cut off.
+    """Pass on a reply, or its chunks, and raise `OutputParserException` at the end of one that is no whole JSON.
 
     LangChain's parsers complete JSON that breaks off, and would pass half an answer for a whole one.
     """
@@ -131,15 +145,30 @@ async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage
 
 
 def _written(message: AIMessage) -> str:
-    # A call that was cut off stands among the chunks of calls, or with those that are not valid.
-    calls = getattr(message, "tool_call_chunks", None) or message.invalid_tool_calls
-    return str(message.text) + "".join(str(call["args"] or "") for call in calls)
+    if isinstance(message, AIMessageChunk):
+        calls = [str(chunk["args"] or "") for chunk in message.tool_call_chunks]
+    else:
+        invalid = [str(call["args"] or "") for call in message.invalid_tool_calls]
+        calls = [json.dumps(call["args"], default=str) for call in message.tool_calls[:1]] or invalid
+    return str(message.text) + "".join(calls)
 
 
 def _check_end(message: AIMessage, written: str) -> None:
-    if message.response_metadata.get("finish_reason") == "length":
-        raise OutputParserException(
-            f"the reply was cut off at max_tokens, before its JSON was complete: {written[-80:]!r}. Raise max_tokens, "
-            "or shorten what the schema asks for, with maxLength and maxItems.",
-            llm_output=written,
-        )
+    reason = message.response_metadata.get("finish_reason")
+    # While a reply streams, only its last chunk says why it ended.
+    if reason is None or _is_json(written):
+        return
+    cut, advice = ("a stop string", "Take `stop` out: the schema says where such a reply ends.")
+    if reason == "length":
+        cut, advice = ("max_tokens", "Raise max_tokens, or shorten what the schema asks for: maxLength and maxItems.")
+    raise OutputParserException(
+        f"the reply was cut off at {cut}, before its JSON was complete: {written[-80:]!r}. {advice}", llm_output=written
+    )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

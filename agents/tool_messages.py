@@ -87,5 +87,5 @@ def _completes(arguments: str) -> bool:
         return True
     try:
         return isinstance(parse_partial_json(arguments), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -48,6 +48,11 @@ class ToolFormat:
         """A reader of one reply; `names`: the tools that were offered."""
         return CallReader(names, _MARKERS[self.name])
 
+    def marks(self, tokenizer: Tokenizer) -> bool:
+        """Whether calls begin with a marker that a reply's text shows: special tokens are left out of it."""
+        marks = [text for kind, text in self.parts if kind == "mark"]
+        return bool(marks) and tokenizer.decode(tokenizer.encode(marks[0])) == marks[0]
+
     def forced(
         self, tools: Sequence[Tool], tokenizer: Tokenizer, *, answer: Mapping[str, Any] | None = None
     ) -> Constraint:

@@ -37,6 +37,7 @@ class Tool:
                 'such as {"type": "object", "properties": {…}}'
             )
         try:
+            Constraint.json_schema({"const": self.name})
             Constraint.json_schema(self.schema)
         except ConstraintError as error:
             raise ConstraintError(f"tool {self.name!r}: {error}") from error

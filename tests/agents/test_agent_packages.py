@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from deepagents import create_deep_agent
 from langchain.agents import create_agent
+from langchain.agents.middleware import ModelRequest
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -179,9 +180,14 @@ def test_middleware_for_a_domain_that_is_not_there_is_an_error(law: ChatOffset) 
         agent.invoke({"messages": [("user", "hello")]})
 
 
-def test_middleware_of_something_that_names_no_domain_is_refused() -> None:
+async def _pick(request: ModelRequest[Any]) -> str:
+    return "law"
+
+
+@pytest.mark.parametrize("domain", [3, ChatOffset, _pick])
+def test_middleware_of_something_that_names_no_domain_is_refused(domain: Any) -> None:
     with pytest.raises(InvalidRequestError, match="expected the name of a domain"):
-        DomainMiddleware(3)  # type: ignore[arg-type]
+        DomainMiddleware(domain)
 
 
 # The package uses a function that LangGraph has deprecated.

@@ -148,3 +148,21 @@ def test_a_response_format_as_servers_take_it_can_be_bound(law: ChatOffset, ask:
     reply = law.bind(response_format=ask).invoke("hello", max_tokens=3000).content
 
     assert str(reply).startswith("{") is (ask["type"] == "json_object")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_string_passes_no_half_of_an_answer(scripted: Callable[..., ChatOffset], method: Any) -> None:
+    schema = {**SCHEMA, "properties": {"guilty": {"type": "string"}, "why": {"type": "string"}}}
+    answer = '{"guilty": "not in the least", "why": "x"}'
+    if method == "function_calling":
+        answer = f'<tool_call>\n{{"name": "Verdict", "arguments": {answer}}}\n</tool_call>'
+    model = scripted(lambda prompt: answer, stop=[" least"], max_tokens=120)
+
+    with pytest.raises(OutputParserException, match="cut off at a stop string"):
+        model.with_structured_output(schema, method=method).invoke("hello")
+
+
+def test_a_json_schema_may_begin_with_a_reference(scripted: Callable[..., ChatOffset]) -> None:
+    model = scripted(lambda prompt: '{"leaf": true, "below": null}')
+
+    assert model.with_structured_output(Node.model_json_schema()).invoke("hello") == {"leaf": True, "below": None}

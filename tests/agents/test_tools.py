@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from offset_runtime import Constraint
 from offset_runtime.agents import ChatOffset
-from offset_runtime.agents.reply_form import ReplyForm
+from offset_runtime.agents.reply_form import ReplyForm, closed
 from offset_runtime.agents.tool_messages import broken_end
 from offset_runtime.errors import ConstraintError, InvalidRequestError
 
@@ -122,6 +122,7 @@ def test_without_parallel_calls_those_after_the_first_are_left_out(scripted: Mak
         '<tool_call>{"arguments": {"a": 1}}</tool_call> Oh.',
         '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>',
         "<tool_call>add(1, 2)</tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 2000,
         '<tool_call>{"name": "ad',
         "<tool_call>",
         "Nothing to add.",
@@ -186,6 +187,15 @@ def test_the_bound_model_and_the_unbound_share_no_cached_reply(scripted: MakeScr
         (lambda m: m.bind_tools([{"parameters": {}}]), "cannot be used"),
         (lambda m: m.bind_tools([3]), "cannot be used"),
         (lambda m: m.bind_tools([add, {**ANTHROPIC, "name": "add"}]), "two tools have the name 'add'"),
+        (lambda m: m.bind_tools([add], tool_choice={"name": []}), "names no tool"),
+        (lambda m: m.bind_tools([add], tool_choice={"function": {"name": None}}), "names no tool"),
+        (lambda m: m.bind_tools([{**ANTHROPIC, "name": 5}]), "cannot be used"),
+        (
+            lambda m: m.bind_tools([{**ANTHROPIC, "input_schema": [1]}]),
+            "of tool 'anthropic' are of type list",
+        ),
+        (lambda m: m.bind_tools([{**ANTHROPIC, "input_schema": {"default": {1}}}]), "cannot be written as JSON"),
+        (lambda m: m.bind_tools([{**ANTHROPIC, "name": "a\x01"}], tool_choice="any"), "control character"),
         (lambda m: m.bind_tools([add], parallel_tool_calls="no"), "expected True, False or None"),
         (lambda m: m.bind_tools([], response_format={"type": "xml"}), "is of no known type"),
         (lambda m: m.bind_tools([], response_format={"type": "json_schema"}), "its schema is None"),
@@ -242,3 +252,52 @@ def test_a_history_with_calls_and_results_goes_back_to_the_model(scripted: MakeS
 
     assert call("add", {"a": 1, "b": 2}) in seen[0]
     assert "<tool_response>\n3\n</tool_response>" in seen[0]
+
+
+def test_a_tool_may_have_the_name_of_a_choice(scripted: MakeScripted) -> None:
+    def auto(city: str) -> str:
+        """Drive to a city."""
+        return city
+
+    model = scripted(lambda prompt: "On foot.")
+
+    assert model.bind_tools([auto]).invoke("x").content == "On foot."
+    bound: Any = model.bind_tools([auto], tool_choice="auto")
+    assert ReplyForm.of(bound.kwargs).forced[0].name == "auto"
+
+
+def test_an_answer_that_looks_like_a_call_is_the_answer(scripted: MakeScripted) -> None:
+    reply = '{"name": "add", "rating": 3}'
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "rating": {"type": "integer"}}}
+    answer = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+    found = scripted(lambda prompt: reply).bind_tools([add], response_format=answer).invoke("x")
+
+    assert (found.content, found.tool_calls) == (reply, [])
+
+
+def test_cached_replies_are_kept_apart_by_the_form_of_their_content(law: ChatOffset) -> None:
+    set_llm_cache(InMemoryCache())
+    try:
+        assert isinstance(law.invoke("hello").content, str)
+        assert isinstance(law.model_copy(update={"output_version": "v1"}).invoke("hello").content, list)
+    finally:
+        set_llm_cache(None)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+        {"properties": {"c": {"type": "integer"}}, "required": ["c"], "allOf": [{"$ref": "#/$defs/A"}]},
+    ],
+)
+def test_a_schema_put_together_from_several_stays_as_it_is(schema: dict[str, Any]) -> None:
+    parts = {
+        name: {"type": "object", "properties": {name.lower(): {"type": "integer"}}, "required": [name.lower()]}
+        for name in "AB"
+    }
+    whole = {**schema, "$defs": parts}
+
+    assert closed(whole) == whole
+    assert closed({"type": ["object"], "properties": {}})["additionalProperties"] is False
