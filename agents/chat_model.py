@@ -336,5 +336,7 @@ def _settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_reply(message: BaseMessage) -> bool:
     """Whether a message is a reply of a `ChatOffset`, in any domain or none, and its text all that was generated."""
-    plain = isinstance(message, AIMessage) and isinstance(message.content, str) and not message.tool_calls
-    return plain and "offset_digest" in message.response_metadata
+    if not isinstance(message, AIMessage) or not isinstance(message.content, str):
+        return False
+    called = message.tool_calls or message.invalid_tool_calls
+    return not called and "offset_digest" in message.response_metadata

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from langchain_core.tools import BaseTool
+from langchain_core.tools import BaseTool, create_schema_from_function
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import BaseModel
 
 from offset_runtime.backends.base import Tokenizer
 from offset_runtime.constrain import Constraint
@@ -23,6 +24,8 @@ _AUTO, _NONE, _ANY, _ONE = "auto", "none", "any", "one"
 _CHOICES: Mapping[Any, str] = {None: _AUTO, False: _AUTO, True: _ANY, "required": _ANY} | {
     name: name for name in (_AUTO, _NONE, _ANY)
 }
+# Of tools given as dicts: OpenAI's, Anthropic's, and that of a JSON schema.
+_OWN_TYPES = ("function", "custom", "object")
 _RESPONSE_TYPES = ("text", "json_object", "json_schema")
 
 ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
@@ -101,6 +104,8 @@ class ReplyForm:
 
 def tool_spec(tool: ToolLike) -> dict[str, Any]:
     """A tool in OpenAI's shape; `InvalidRequestError` for what is none, or runs at another provider."""
+    if isinstance(tool, Mapping) and tool.get("type", "object") not in _OWN_TYPES:
+        raise _elsewhere(tool["type"])
     try:
         spec = convert_to_openai_tool(tool)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -111,11 +116,46 @@ def tool_spec(tool: ToolLike) -> dict[str, Any]:
     function = spec.get("function")
     named = isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
     if spec.get("type") != "function" or not named:
-        raise InvalidRequestError(
-            f"a tool of type {spec.get('type')!r} cannot be used: such tools run at their provider, and this model "
-            "runs here; expected a function with a name, or a LangChain tool that does the same"
-        )
+        raise _elsewhere(spec.get("type"))
+    own = _own_schema(tool)
+    if _holds_itself(own):
+        # LangChain writes references out, and of a class that holds itself leaves nothing.
+        told = {key: value for key, value in own.items() if key != "description"}
+        return {**spec, "function": {**spec["function"], "parameters": _untitled(told)}}
     return spec
+
+
+def _elsewhere(kind: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a tool of type {kind!r} cannot be used: such tools run at their provider, and this model runs here; expected "
+        "a function with a name, or a LangChain tool that does the same"
+    )
+
+
+def _own_schema(tool: ToolLike) -> dict[str, Any]:
+    """The JSON schema of the Pydantic class that says what a tool takes; empty where none does."""
+    found: Any = tool
+    if isinstance(tool, BaseTool):
+        found = tool.tool_call_schema
+    elif callable(tool) and not isinstance(tool, type):
+        found = create_schema_from_function(tool.__name__, tool, parse_docstring=True, include_injected=False)
+    return found.model_json_schema() if isinstance(found, type) and issubclass(found, BaseModel) else {}
+
+
+def _holds_itself(schema: Mapping[str, Any]) -> bool:
+    """Whether a part of a schema refers to itself, by itself or through others."""
+    uses = {f"#/$defs/{name}": set(_references(part)) for name, part in schema.get("$defs", {}).items()}
+    for _ in uses:
+        uses = {name: found.union(*(uses.get(other, ()) for other in found)) for name, found in uses.items()}
+    return any(name in found for name, found in uses.items())
+
+
+def _references(schema: Any) -> Iterator[str]:
+    for key, value in schema.items() if isinstance(schema, Mapping) else enumerate(schema):
+        if key == "$ref" and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping | list):
+            yield from _references(value)
 
 
 def _tools(given: Sequence[ToolLike], strict: bool | None) -> tuple[Tool, ...]:

@@ -184,6 +184,7 @@ def test_the_bound_model_and_the_unbound_share_no_cached_reply(scripted: MakeScr
         (lambda m: m.bind_tools([add], tool_choice="ad"), "tool_choice='ad' names no tool.*did you mean 'add'"),
         (lambda m: m.bind_tools([], tool_choice="any"), "no tools were given"),
         (lambda m: m.bind_tools([{"type": "web_search"}]), "run at their provider"),
+        (lambda m: m.bind_tools([{"type": "web_search_20250305", "name": "web_search"}]), "run at their provider"),
         (lambda m: m.bind_tools([{"parameters": {}}]), "cannot be used"),
         (lambda m: m.bind_tools([3]), "cannot be used"),
         (lambda m: m.bind_tools([add, {**ANTHROPIC, "name": "add"}]), "two tools have the name 'add'"),
@@ -301,3 +302,23 @@ def test_a_schema_put_together_from_several_stays_as_it_is(schema: dict[str, Any
 
     assert closed(whole) == whole
     assert closed({"type": ["object"], "properties": {}})["additionalProperties"] is False
+
+
+class Tree(BaseModel):
+    """Plant a tree."""
+
+    leaf: bool
+    below: Tree | None
+
+
+def plant(tree: Tree) -> str:
+    """Plant a tree."""
+    return "done"
+
+
+@pytest.mark.parametrize("given", [Tree, plant, tool(plant)])
+def test_a_tool_whose_arguments_hold_themselves_can_be_forced(law: ChatOffset, given: Any) -> None:
+    [called] = law.bind_tools([given], tool_choice="any").invoke("hello", max_tokens=900).tool_calls
+
+    planted = called["args"] if given is Tree else called["args"]["tree"]
+    assert Tree.model_validate(planted)
