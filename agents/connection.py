@@ -166,8 +166,8 @@ class Connection(BaseLanguageModel[Any]):
             if name not in self._call_fields:
                 known = sorted(self._call_fields | self._call_arguments)
                 raise InvalidRequestError(
-                    f"{type(self).__name__} got the unknown argument {name!r}{nearest_hint(name, known)}. "
-                    f"A call takes: {', '.join(known)}."
+                    f"{type(self).__name__} got the unknown argument {name!r}{nearest_hint(name, known)} "
+                    f"(a call takes: {', '.join(known)})"
                 )
         given = _with_address_split(given)
         fields = {name: getattr(self, name) for name in self.model_fields_set} | given

@@ -74,7 +74,10 @@ def structured(
         return bound | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    # Only the first of a sequence is given the arguments of a call.
+    return (
+        bound | RunnableMap(raw=RunnablePassthrough()) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    )
 
 
 def _check_object(schema: Any) -> None:

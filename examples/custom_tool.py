@@ -3,8 +3,8 @@
     python examples/custom_tool.py "When does the ferry to Kiel leave in the morning?"
 
 The call is forced, so it is held to the tool's schema while it is decoded: even a small base that was never trained on
-tools writes a valid one. With a base that was, leave `tool_choice` out and let it decide, or hand the tools to
-LangChain's `create_agent(model, tools=[find_ferry])`.
+tools writes a valid one, though not always the one that was asked for. With a base that was, leave `tool_choice` out
+and let it decide, or hand the tools to LangChain's `create_agent(model, tools=[find_ferry])`.
 """
 
 from __future__ import annotations

@@ -166,3 +166,11 @@ def test_a_json_schema_may_begin_with_a_reference(scripted: Callable[..., ChatOf
     model = scripted(lambda prompt: '{"leaf": true, "below": null}')
 
     assert model.with_structured_output(Node.model_json_schema()).invoke("hello") == {"leaf": True, "below": None}
+
+
+def test_with_the_raw_message_arguments_of_the_call_count_too(model: ChatOffset) -> None:
+    found = model.with_structured_output(Verdict, include_raw=True).invoke("hello", domain="news", max_tokens=5)
+
+    assert found["raw"].response_metadata["domain"] == "news"
+    assert found["raw"].usage_metadata["output_tokens"] == 5
+    assert "cut off" in str(found["parsing_error"])
