@@ -159,7 +159,7 @@ class ChatOffset(Connection, BaseChatModel):
             "response_format": response_format,
         }
         given = {name: value for name, value in form.items() if value is not None and value != []}
-        ReplyForm.of(given)
+        ReplyForm.of(given).check()
         return self.bind(**given, **kwargs)
 
     def with_structured_output(
@@ -179,7 +179,8 @@ class ChatOffset(Connection, BaseChatModel):
         `include_raw`: return a dict with `raw` (the message), `parsed` and `parsing_error` instead of raising.
 
         Raises `ConstraintError` for a schema that a reply cannot be held to, `InvalidRequestError` for what is none,
-        and, when called, LangChain's `OutputParserException` for a reply that `max_tokens` cut off.
+        and, when called, LangChain's `OutputParserException` for a reply that `max_tokens` or a stop
+        string cut off.
         """
         return structured(self, schema, method=method, strict=strict, include_raw=include_raw, arguments=kwargs)
 
@@ -259,7 +260,9 @@ class ChatOffset(Connection, BaseChatModel):
         turns, sources = template_turns([*messages, *told], spoken)
         offset = self.offset()
         runtime = self.load_runtime()
-        calls = tool_format(runtime.backend.tokenizer, self.tool_format)
+        tokenizer = runtime.backend.tokenizer
+        # Told by rendering the template, which a call without tools need not wait for.
+        written = tool_format(tokenizer, self.tool_format) if form.tools or self.tool_format else None
         request = runtime.chat_request(
             turns,
             domain=offset,
@@ -268,17 +271,12 @@ class ChatOffset(Connection, BaseChatModel):
             timeout_s=self.timeout,
             turn_offsets={turn: self._written_under(messages[index]) for turn, index in sources.items()},
             reuse=self.reuse,
-            constraint=form.constrain(calls, runtime.backend.tokenizer),
+            constraint=form.constrain(written, tokenizer),
             tools=form.tools,
-            tool_format=calls,
+            tool_format=written,
         )
-        names = [tool.name for tool in form.tools]
-        if form.answer is not None and calls.marks(runtime.backend.tokenizer):
-            # Then JSON without a marker is the answer, even where it looks like a call.
-            names = []
-        reader = calls.reader(names) if form.tools else None
-        tool_messages = None if reader is None else ToolMessages(reader, parallel=form.parallel)
-        return _ChatCall(runtime, [request], self._provenance(offset), self.max_retries, tool_messages)
+        calls = None if written is None else form.calls(written, tokenizer)
+        return _ChatCall(runtime, [request], self._provenance(offset), self.max_retries, calls)
 
     def _written_under(self, message: BaseMessage) -> DomainOffset | None:
         """The turn-anchored offset that a reply's metadata names, at its strength."""

@@ -11,6 +11,7 @@ from langchain_core.tools import BaseTool, create_schema_from_function
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
+from offset_runtime.agents.tool_messages import ToolMessages
 from offset_runtime.backends.base import Tokenizer
 from offset_runtime.constrain import Constraint
 from offset_runtime.errors import InvalidRequestError, nearest_hint
@@ -36,8 +37,8 @@ class ReplyForm:
     """What a reply must be. `choice`: ``"auto"``, ``"none"``, ``"any"``, or ``"one"``: a call of the tool `only`.
 
     `parallel`: whether more than the first call of a reply counts. `answer`: the JSON schema of a reply that calls no
-    tool, or None for any text; `told`: whether the system prompt says so. `constraint`:
-    what the whole reply must be; it leaves no room for the others.
+    tool, or None for any text; `told`: whether the system prompt says so. `constraint`: what the whole reply must be,
+    which leaves no room for the others.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -52,8 +53,7 @@ class ReplyForm:
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Read the arguments of a call that are in `FORM_ARGUMENTS`; those of other names are passed over.
 
-        Raises `InvalidRequestError` for what does not fit together, and `ConstraintError` for a schema that a reply
-        cannot be held to and would have to be.
+        Raises `InvalidRequestError` for what does not fit together.
         """
         strict = arguments.get("strict")
         _check_switch("strict", strict)
@@ -64,9 +64,7 @@ class ReplyForm:
         answer, told = _answer(arguments.get("response_format"), strict)
         constraint = arguments.get("constraint")
         _check_constraint(constraint, tools, answer)
-        form = cls(tools if choice != _NONE else (), choice, only, parallel is not False, answer, told, constraint)
-        form._check_schemas()
-        return form
+        return cls(tools if choice != _NONE else (), choice, only, parallel is not False, answer, told, constraint)
 
     @property
     def forced(self) -> tuple[Tool, ...]:
@@ -82,20 +80,33 @@ class ReplyForm:
             return ""
         return f"Answer with JSON of this schema:\n{json.dumps(self.answer, ensure_ascii=False)}"
 
-    def constrain(self, form: ToolFormat, tokenizer: Tokenizer) -> Constraint | None:
-        """What the reply is held to while it is decoded, on one model; None: nothing."""
+    def constrain(self, written: ToolFormat | None, tokenizer: Tokenizer) -> Constraint | None:
+        """What the reply is held to while it is decoded, on one model; None: nothing. `written`: how it writes calls.
+
+        Raises `ConstraintError` for a schema that a reply cannot be held to.
+        """
         if self.constraint is not None:
             return self.constraint
-        if self.forced:
-            return form.forced(self.forced, tokenizer)
+        if written is not None and self.forced:
+            return written.forced(self.forced, tokenizer)
         if self.answer is None:
             return None
-        if self.tools:
-            return form.forced(self.tools, tokenizer, answer=self.answer)
+        if written is not None and self.tools:
+            return written.forced(self.tools, tokenizer, answer=self.answer)
         return Constraint.json_schema(dict(self.answer))
 
-    def _check_schemas(self) -> None:
-        """Refuse at once what could not be held to later."""
+    def calls(self, written: ToolFormat, tokenizer: Tokenizer) -> ToolMessages | None:
+        """What finds the calls in one reply; None where it may have none."""
+        if not self.tools:
+            return None
+        names = [tool.name for tool in self.tools]
+        if self.answer is not None and written.marks(tokenizer):
+            # Then JSON without a marker is the answer, even where it looks like a call.
+            names = []
+        return ToolMessages(written.reader(names), parallel=self.parallel)
+
+    def check(self) -> None:
+        """Raise what `constrain` would, before there is a model."""
         for tool in self.forced or (self.tools if self.answer is not None else ()):
             tool.check()
         if self.answer is not None:
@@ -273,7 +284,8 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     result = {keyword: _closed_under(keyword, value) for keyword, value in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") in ("object", ["object"]):
+    # Of several types one may be the object's.
+    if isinstance(schema.get("properties"), Mapping) and "object" in schema.get("type", "object"):
         result.setdefault("additionalProperties", False)
     return result
 

@@ -301,7 +301,8 @@ def test_a_schema_put_together_from_several_stays_as_it_is(schema: dict[str, Any
     whole = {**schema, "$defs": parts}
 
     assert closed(whole) == whole
-    assert closed({"type": ["object"], "properties": {}})["additionalProperties"] is False
+    for kind in ("object", ["object", "null"]):
+        assert closed({"type": kind, "properties": {}})["additionalProperties"] is False
 
 
 class Tree(BaseModel):
